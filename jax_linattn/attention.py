@@ -1,0 +1,351 @@
+"""The public functions: check, bring to one layout, choose a form."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_linattn import checks, feature_maps
+from jax_linattn.dtypes import accumulator_dtype
+from jax_linattn.forms import associative, chunked, quadratic, recurrent
+from jax_linattn.forms.tokens import Rule, Tokens, count_runs, new_state
+from jax_linattn.selection import select_chunk_size, select_implementation
+from jax_linattn.state import LinearAttentionState, empty_state, num_features, vary_with
+
+Implementation = Literal["quadratic", "recurrent", "associative", "chunked"]
+
+CAUSAL_FORMS = {
+    "quadratic": quadratic.causal,
+    "recurrent": recurrent.causal,
+    "associative": associative.causal,
+    "chunked": chunked.causal,
+}
+BIDIRECTIONAL_FORMS = {
+    "quadratic": quadratic.bidirectional,
+    "chunked": chunked.bidirectional,
+}
+
+
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    feature_map: Any = feature_maps.elu_plus_one,
+    normalize: bool = True,
+    eps: float = 0.0,
+    scale: float | Array | None = None,
+    log_decay: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    chunk_size: int | None = None,
+    precision: Any = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Linear attention over a whole sequence.
+
+        o_t = φ(q_t)ᵀ (Σ_s φ(k_s) v_sᵀ) / φ(q_t)ᵀ (Σ_s φ(k_s))
+
+    with the sums over all keys s, or over s <= t when causal; linear in T and S, and the same result in every form.
+    Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236.
+
+    Sums over time and the division are float32 (float64 for float64 inputs), whatever the inputs. With ``eps=0`` values
+    and gradients are those of the exact ratio; a query that sees no key gets 0. 16-bit inputs are computed with in
+    float32, and the output rounded once.
+
+    Args:
+      query: [B, T, H, D], or unbatched [T, H, D].
+      key: [B, S, K, D]. K and V divide N = max(K, V); of H and N the smaller divides the larger.
+      value: [B, S, V, E]. The three share one float dtype.
+      mask: bool, True = a real token: [B, S] or [B or 1, 1, 1, S]; unbatched [S]. It removes keys; when causal it removes
+        the token, whose output row is 0 too. What a removed token holds, NaN included, changes nothing.
+      is_causal: attend to keys at or before the query alone; needs T == S.
+      feature_map: φ, from `feature_maps` or your own; applied inside the form, a chunk at a time.
+      normalize: divide by the sum of weights.
+      eps: added to that sum; the exact ratio needs none.
+      scale: with ``normalize=False`` alone, a factor on the output; None = 1.
+      log_decay: natural log of the decay a token. Not supported yet.
+      segment_ids: int [B, T], runs of equal ids that do not come back: a query sees keys with its id alone, so packed
+        documents stay apart. Not causal: also a pair (query ids [B, T], key ids [B, S]). Unbatched without B.
+      query_seq_lengths: int [B]: output rows from here on are 0.
+      key_value_seq_lengths: int [B]: keys from here on are removed.
+      chunk_size: C, tokens a chunk (a block, in the recurrent form); None chooses. It changes speed and memory alone.
+      precision: of matrix products, as in `jax.lax.dot_general`; None is JAX's default, which for float32 on a TPU means
+        products of bfloat16 parts: ask for "highest" to have float32.
+      implementation: a form, "quadratic", "recurrent", "associative" or "chunked" (not causal: "quadratic" or "chunked");
+        None chooses by `select_implementation`.
+
+    Returns:
+      [B, T, max(H, N), E] in the dtype of value; unbatched without B.
+
+    Raises:
+      ValueError: naming the argument, what it got and what would be right.
+      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
+
+    Example:
+      >>> x = jax.random.normal(jax.random.key(0), (1, 100, 4, 16))
+      >>> linear_attention(x, x, x, is_causal=True).shape
+      (1, 100, 4, 16)
+    """
+    checks.check_bool("is_causal", is_causal)
+    checks.check_one_of("implementation", implementation, [None, *(CAUSAL_FORMS if is_causal else BIDIRECTIONAL_FORMS)])
+    (query, key, value), unbatched = checks.sequences(query, key, value, same_length=is_causal)
+    hiding = (mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
+    mask, segment_ids, query_seq_lengths, key_value_seq_lengths = checks.add_batch(hiding) if unbatched else hiding
+    rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, is_causal)
+    tokens = _tokens(query, key, value, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, is_causal)
+    if is_causal:
+        _, output = _causal(tokens, None, rule, chunk_size, implementation)
+    else:
+        output = _bidirectional(tokens, rule, chunk_size, implementation)
+    return output[0] if unbatched else output
+
+
+def causal_linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    state: LinearAttentionState | None = None,
+    state_segment_ids: Array | None = None,
+    mask: Array | None = None,
+    feature_map: Any = feature_maps.elu_plus_one,
+    normalize: bool = True,
+    eps: float = 0.0,
+    scale: float | Array | None = None,
+    log_decay: Array | None = None,
+    segment_ids: Array | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    chunk_size: int | None = None,
+    precision: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[LinearAttentionState, Array]:
+    """Causal linear attention that continues from a state and returns the one after it.
+
+        S_t = S_{t-1} + φ(k_t) v_tᵀ,  Z_t = Z_{t-1} + φ(k_t),  o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ Z_t
+
+    or o_t = scale · φ(q_t)ᵀ S_t with ``normalize=False``. Splitting a sequence anywhere and carrying the state changes
+    nothing. Arguments not listed are those of `linear_attention`; input is batched.
+
+    Args:
+      query: [B, T, H, D].
+      key: [B, T, K, D].
+      value: [B, T, V, E].
+      state: what came before, from an earlier call or `init_state`; None = nothing.
+      state_segment_ids: int [B], the run that the state belongs to; None = that of the first token. With segment_ids.
+      segment_ids: int [B, T]: S and Z restart where the id changes, from the ids alone, mask or not.
+
+    Returns:
+      (state after the last token, output [B, T, max(H, N), E]).
+
+    Raises:
+      ValueError: naming the argument, what it got and what would be right.
+      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
+    """
+    checks.check_one_of("implementation", implementation, [None, *CAUSAL_FORMS])
+    (query, key, value), _ = checks.sequences(query, key, value, same_length=True, batched=True)
+    rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, True)
+    tokens = _tokens(
+        query, key, value, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, True, state_segment_ids
+    )
+    return _causal(tokens, state, rule, chunk_size, implementation)
+
+
+def linear_attention_step(
+    state: LinearAttentionState,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | None = None,
+    feature_map: Any = feature_maps.elu_plus_one,
+    normalize: bool = True,
+    eps: float = 0.0,
+    scale: float | Array | None = None,
+    log_decay: Array | None = None,
+    precision: Any = None,
+) -> tuple[LinearAttentionState, Array]:
+    """One token of `causal_linear_attention`: constant time and memory, fit to be the body of a loop.
+
+    Args:
+      state: the sums so far, from `init_state`, an earlier step or `causal_linear_attention`.
+      query: [B, H, D].
+      key: [B, K, D].
+      value: [B, V, E].
+      mask: bool [B]; a row with False keeps its state and gets 0.
+      feature_map, normalize, eps, scale, log_decay, precision: as in `linear_attention`.
+
+    Returns:
+      (state, output [B, max(H, N), E]).
+
+    Raises:
+      ValueError: naming the argument, what it got and what would be right.
+      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
+    """
+    query, key, value = checks.one_token(query, key, value)
+    rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, True)
+    mask = checks.token_mask(mask, query.shape[0])
+    tokens = Tokens(query, key, value, query_mask=mask, key_mask=mask)
+    _check_features_and_state(tokens, state, rule)
+    return _compiled(_step, rule)(tokens, state, rule)
+
+
+def init_state(key: Any, value: Any, *, feature_map: Any = feature_maps.elu_plus_one) -> LinearAttentionState:
+    """The state before any token.
+
+    Args:
+      key: one token [B, K, D] or a sequence [B, T, K, D], as array or `jax.ShapeDtypeStruct`; of arrays the varying axes
+        of `shard_map` are taken over.
+      value: [B, V, E] or [B, T, V, E].
+      feature_map: φ.
+
+    Returns:
+      Zeros, float32, or float64 for float64 inputs.
+
+    Raises:
+      ValueError: naming the argument, what it got and what would be right.
+    """
+    checks.keys_and_values(key, value)
+    checks.check_features(feature_map, key.shape[-2], key.shape[-2], key.shape[-1], key.dtype)
+    num_heads = max(key.shape[-2], value.shape[-2])
+    features = num_features(feature_map, key.shape[-2], key.shape[-1], key.dtype)
+    state = empty_state(key.shape[0], num_heads, features, value.shape[-1], accumulator_dtype(key.dtype))
+    return vary_with(state, key, value, feature_map)
+
+
+def attention_weights(
+    query: Array,
+    key: Array,
+    *,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    feature_map: Any = feature_maps.elu_plus_one,
+    eps: float = 0.0,
+    log_decay: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    precision: Any = None,
+) -> Array:
+    """The row-normalised weights that linear attention implies and never forms; to look at, and for tests.
+
+    Its arguments are those of `linear_attention`, and the weights times the values are its output.
+
+    Returns:
+      [B, max(H, K), T, S] in the dtype of query; unbatched without B. A query that sees no key has a row of 0.
+
+    Raises:
+      ValueError: naming the argument, what it got and what would be right.
+      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
+    """
+    checks.check_bool("is_causal", is_causal)
+    (query, key, _), unbatched = checks.sequences(query, key, key, same_length=is_causal)
+    hiding = (mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
+    mask, segment_ids, query_seq_lengths, key_value_seq_lengths = checks.add_batch(hiding) if unbatched else hiding
+    rule = _rule(feature_map, True, eps, None, precision, log_decay, is_causal)
+    tokens = _tokens(query, key, key, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, is_causal)
+    _check_features_and_state(tokens, None, rule)
+    weights = quadratic.row_weights(tokens, rule, is_causal)
+    return weights[0] if unbatched else weights
+
+
+# --- from arguments to tokens and rule --------------------------------------------------------------------------------
+
+
+def _rule(feature_map, normalize, eps, scale, precision, log_decay, is_causal) -> Rule:
+    checks.check_rule(feature_map, normalize, eps, scale)
+    if log_decay is not None:
+        checks.require(is_causal, "log_decay needs is_causal=True: without an order of time nothing decays")
+        raise NotImplementedError("log_decay is not supported yet")
+    return Rule(feature_maps.as_pytree(feature_map), scale, normalize, float(eps), precision)
+
+
+def _tokens(
+    query, key, value, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, is_causal, state_segment_ids=None
+) -> Tokens:
+    """Everything that hides tokens, as one mask of queries, one of keys, and segments."""
+    batch, query_length, key_length = *query.shape[:2], key.shape[1]
+    mask = checks.key_mask(mask, batch, key_length)
+    key_mask = _both(mask, checks.length_mask("key_value_seq_lengths", key_value_seq_lengths, batch, key_length))
+    query_mask = checks.length_mask("query_seq_lengths", query_seq_lengths, batch, query_length)
+    if is_causal:
+        query_mask = _both(mask, query_mask)
+    query_segment, key_segment = checks.segments(segment_ids, batch, query_length, key_length, is_causal)
+    if state_segment_ids is not None:
+        checks.require(segment_ids is not None, "state_segment_ids needs segment_ids")
+        state_segment_ids = checks.integers("state_segment_ids", state_segment_ids, (batch,), "[B]")
+    if is_causal and query_segment is not None and query_length:
+        first = query_segment[:, 0] if state_segment_ids is None else state_segment_ids
+        query_segment = key_segment = count_runs(query_segment, first)
+    return Tokens(query, key, value, query_mask, key_mask, query_segment, key_segment)
+
+
+def _both(a: Array | None, b: Array | None) -> Array | None:
+    return b if a is None else a if b is None else a & b
+
+
+def _check_features_and_state(tokens: Tokens, state: LinearAttentionState | None, rule: Rule) -> int:
+    """Returns F."""
+    (num_query, dim), num_key = tokens.query.shape[-2:], tokens.key.shape[-2]
+    features = checks.check_features(rule.feature_map, num_query, num_key, dim, tokens.key.dtype)
+    if state is not None:
+        num_value, value_dim = tokens.value.shape[-2:]
+        num_state = max(num_key, num_value)
+        checks.check_state(state, tokens.query.shape[0], num_state, features, value_dim, tokens.key.dtype)
+    return features
+
+
+# --- from tokens and rule to a form -----------------------------------------------------------------------------------
+
+
+def _causal(tokens: Tokens, state, rule: Rule, chunk_size, implementation) -> tuple[LinearAttentionState, Array]:
+    chunk_size, implementation = _choose(tokens, state, rule, chunk_size, implementation, is_causal=True)
+    if 0 in tokens.query.shape[:2]:
+        state = new_state(rule, tokens) if state is None else state
+        return state, _empty_output(tokens)
+    return _compiled(CAUSAL_FORMS[implementation], rule)(tokens, state, rule, chunk_size)
+
+
+def _bidirectional(tokens: Tokens, rule: Rule, chunk_size, implementation) -> Array:
+    chunk_size, implementation = _choose(tokens, None, rule, chunk_size, implementation, is_causal=False)
+    if 0 in (*tokens.query.shape[:2], tokens.key.shape[1]):
+        return _empty_output(tokens)
+    return _compiled(BIDIRECTIONAL_FORMS[implementation], rule)(tokens, rule, chunk_size)
+
+
+def _choose(tokens: Tokens, state, rule: Rule, chunk_size, implementation, *, is_causal) -> tuple[int | None, str]:
+    checks.check_positive_int("chunk_size", chunk_size)
+    features = _check_features_and_state(tokens, state, rule)
+    lengths, backend = (tokens.query.shape[1], tokens.key.shape[1]), jax.default_backend()
+    implementation = implementation or select_implementation(
+        *lengths, features, tokens.value.shape[-1], is_causal=is_causal, backend=backend
+    )
+    longest = max(*lengths, 1)
+    if chunk_size is not None:
+        return min(chunk_size, longest), implementation
+    return (None if implementation == "recurrent" else select_chunk_size(longest, backend=backend)), implementation
+
+
+def _empty_output(tokens: Tokens) -> Array:
+    num_heads = max(tokens.query.shape[-2], tokens.key.shape[-2], tokens.value.shape[-2])
+    return jnp.zeros((*tokens.query.shape[:2], num_heads, tokens.value.shape[-1]), tokens.value.dtype)
+
+
+def _step(tokens, state, rule):
+    return recurrent.step(state, tokens, rule)
+
+
+def _compiled(form, rule: Rule):
+    """The form as one compiled function, kept between calls; a foreign map may read what changes between them."""
+    return _jit(form) if feature_maps.is_own(rule.feature_map) else form
+
+
+@functools.cache
+def _jit(form):
+    return jax.jit(form, static_argnames=() if form is _step else ("chunk_size",))

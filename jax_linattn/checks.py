@@ -1,0 +1,252 @@
+"""Checks of what users pass in. Each error names the argument, what it got, and what would be right."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_linattn import feature_maps
+from jax_linattn.dtypes import accumulator_dtype
+from jax_linattn.state import LinearAttentionState
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_one_of(name: str, value, choices) -> None:
+    require(value in choices, f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def check_bool(name: str, value) -> None:
+    require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
+
+
+def check_positive_int(name: str, value) -> None:
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    require(value is None or (is_int and value >= 1), f"{name} must be a positive whole number or None, got {value!r}")
+
+
+def check_heads(num_query: int, num_key: int, num_value: int) -> None:
+    """K and V divide N = max(K, V), and of H and N the smaller divides the larger."""
+    counts = f"query has {num_query} heads, key {num_key} and value {num_value}"
+    require(min(num_query, num_key, num_value) > 0, f"{counts}: there must be at least one of each")
+    num_state = max(num_key, num_value)
+    require(
+        num_state % num_key == 0 and num_state % num_value == 0,
+        f"{counts}: of key and value heads the smaller number must divide the larger",
+    )
+    require(
+        max(num_query, num_state) % min(num_query, num_state) == 0,
+        f"{counts}: of query heads and max(key, value) heads the smaller number must divide the larger. "
+        "The axes are [batch, time, heads, dim]",
+    )
+
+
+def sequences(query, key, value, *, same_length: bool, batched: bool = False) -> tuple[tuple[Array, Array, Array], bool]:
+    """Checks query [B, T, H, D], key [B, S, K, D], value [B, S, V, E]; adds B where it is missing, and says whether."""
+    ranks = {4: "[B, T, heads, dim]"} if batched else {4: "[B, T, heads, dim]", 3: "unbatched [T, heads, dim]"}
+    query, key, value = _vectors(query, key, value, ranks)
+    unbatched = query.ndim == 3
+    if unbatched:
+        query, key, value = query[None], key[None], value[None]
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    require(
+        query.shape[0] == key.shape[0] == value.shape[0],
+        f"query, key and value must have the same batch size, got {shapes}",
+    )
+    require(key.shape[1] == value.shape[1], f"key and value must have the same length, got {shapes}")
+    require(
+        not same_length or query.shape[1] == key.shape[1],
+        f"causal attention needs a key for each query (T == S), got {shapes}; cross attention is not causal",
+    )
+    return (query, key, value), unbatched
+
+
+def one_token(query, key, value) -> tuple[Array, Array, Array]:
+    """Checks query [B, H, D], key [B, K, D], value [B, V, E]."""
+    query, key, value = _vectors(query, key, value, {3: "[B, heads, dim]"})
+    require(
+        query.shape[0] == key.shape[0] == value.shape[0],
+        f"query, key and value must have the same batch size, got query {query.shape}, key {key.shape}, "
+        f"value {value.shape}",
+    )
+    return query, key, value
+
+
+def _vectors(query, key, value, ranks: dict[int, str]) -> tuple[Array, Array, Array]:
+    """What holds for one token and for many: ranks, dtypes, dims and heads."""
+    arrays = []
+    for name, x in {"query": query, "key": key, "value": value}.items():
+        x = _array(name, x)
+        wanted = " or ".join(f"{rank} axes {axes}" for rank, axes in ranks.items())
+        require(x.ndim in ranks, f"{name} must have {wanted}, got shape {x.shape}")
+        require(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be a floating-point array, got {x.dtype}")
+        arrays.append(x)
+    query, key, value = arrays
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    require(query.ndim == key.ndim == value.ndim, f"query, key and value must have the same rank, got {shapes}")
+    require(
+        query.dtype == key.dtype == value.dtype,
+        f"query, key and value must share one dtype, got {query.dtype}, {key.dtype} and {value.dtype}",
+    )
+    require(query.shape[-1] == key.shape[-1], f"query and key must have the same head dim, got {shapes}")
+    require(min(query.shape[-1], value.shape[-1]) > 0, f"head dims must be at least 1, got {shapes}")
+    check_heads(query.shape[-2], key.shape[-2], value.shape[-2])
+    return query, key, value
+
+
+def _array(name: str, x) -> Array:
+    require(hasattr(x, "dtype") and hasattr(x, "shape"), f"{name} must be an array, got {type(x).__name__}")
+    return jnp.asarray(x)
+
+
+def keys_and_values(key, value) -> None:
+    """Checks what `init_state` takes: arrays or shapes of one token or a sequence."""
+    for name, x in {"key": key, "value": value}.items():
+        require(
+            hasattr(x, "dtype") and hasattr(x, "shape") and len(x.shape) in (3, 4),
+            f"{name} must be an array or jax.ShapeDtypeStruct [B, heads, dim] or [B, T, heads, dim], got "
+            f"{getattr(x, 'shape', type(x).__name__)}",
+        )
+        require(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point, got {x.dtype}")
+    require(
+        key.shape[:-2] == value.shape[:-2] and key.dtype == value.dtype,
+        f"key and value must have the same batch, length and dtype, got {key.dtype} {key.shape} and "
+        f"{value.dtype} {value.shape}",
+    )
+    check_heads(key.shape[-2], key.shape[-2], value.shape[-2])
+
+
+def add_batch(arguments):
+    """A leading axis for every array among the optional arguments of an unbatched call."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], arguments)
+
+
+def key_mask(mask, batch: int, length: int) -> Array | None:
+    """A mask of keys as bool [B, S]."""
+    if mask is None:
+        return None
+    accepted = (
+        f"mask must be bool with True for a real token, of shape [B, S] = {(batch, length)} or [B or 1, 1, 1, S]; got "
+        f"{getattr(mask, 'dtype', type(mask).__name__)} {np.shape(mask)}. "
+        "For a causal mask use is_causal=True, for packed documents segment_ids"
+    )
+    require(hasattr(mask, "dtype") and mask.dtype == jnp.bool_, accepted)
+    mask = jnp.asarray(mask)
+    require(mask.shape in {(batch, length), (batch, 1, 1, length), (1, 1, 1, length)}, accepted)
+    return jnp.broadcast_to(mask.reshape(mask.shape[0], length), (batch, length))
+
+
+def integers(name: str, x, shape: tuple[int, ...], meaning: str) -> Array:
+    """An array of whole numbers of just this shape."""
+    got = f"got {getattr(x, 'dtype', type(x).__name__)} {np.shape(x)}"
+    message = f"{name} must be an integer array of shape {meaning} = {shape}, {got}"
+    require(hasattr(x, "dtype") or isinstance(x, list | int), message)
+    x = jnp.asarray(x)
+    require(jnp.issubdtype(x.dtype, jnp.integer) and x.shape == shape, message)
+    return x
+
+
+def length_mask(name: str, lengths, batch: int, length: int) -> Array | None:
+    """Positions before each row's length, as bool [B, length]."""
+    if lengths is None:
+        return None
+    lengths = integers(name, lengths, (batch,), "[B]")
+    return jnp.arange(length)[None, :] < lengths[:, None].astype(jnp.int32)
+
+
+def segments(segment_ids, batch: int, query_length: int, key_length: int, is_causal: bool):
+    """(query ids [B, T], key ids [B, S]), or (None, None)."""
+    if segment_ids is None:
+        return None, None
+    if isinstance(segment_ids, tuple):
+        require(
+            not is_causal and len(segment_ids) == 2,
+            "segment_ids must be one int array [B, T]; not causal it may be a pair (query ids [B, T], key ids [B, S]); "
+            f"got a tuple of {len(segment_ids)}",
+        )
+        query_ids, key_ids = segment_ids
+        return (
+            integers("segment_ids[0]", query_ids, (batch, query_length), "[B, T]"),
+            integers("segment_ids[1]", key_ids, (batch, key_length), "[B, S]"),
+        )
+    require(
+        query_length == key_length,
+        "segment_ids must be a pair (query ids [B, T], key ids [B, S]) where the lengths differ, got one array",
+    )
+    ids = integers("segment_ids", segment_ids, (batch, query_length), "[B, T]")
+    return ids, ids
+
+
+def token_mask(mask, batch: int) -> Array | None:
+    """The mask of one step, bool [B]."""
+    if mask is None:
+        return None
+    got = f"got {getattr(mask, 'dtype', type(mask).__name__)} {np.shape(mask)}"
+    fits = getattr(mask, "dtype", None) == jnp.bool_ and np.shape(mask) == (batch,)
+    require(fits, f"mask must be bool [B] = ({batch},) with True for a real token, {got}")
+    return jnp.asarray(mask)
+
+
+def check_rule(feature_map, normalize, eps, scale) -> None:
+    check_bool("normalize", normalize)
+    require(
+        isinstance(eps, int | float | np.number) and eps >= 0,
+        f"eps must be a number >= 0 that is known when compiling, got {eps!r}",
+    )
+    require(eps == 0 or normalize, f"eps is added to the normaliser, so it needs normalize=True; got eps={eps!r}")
+    require(
+        scale is None or not normalize,
+        f"scale needs normalize=False: it cancels in a normalised output; got scale={scale!r}",
+    )
+    require(scale is None or jnp.ndim(scale) == 0, f"scale must be a number or None, got shape {jnp.shape(scale)}")
+    require(
+        callable(feature_map) or isinstance(feature_map, feature_maps.FeatureMap),
+        f"feature_map must be a function [..., heads, D] -> [..., heads, F] or a FeatureMap, got {feature_map!r}"
+        + ("; feature_maps.get(name) gives the function of a name" if isinstance(feature_map, str) else ""),
+    )
+
+
+def check_features(feature_map, num_query: int, num_key: int, dim: int, dtype) -> int:
+    """Traces the maps on one token each, checks what they return, and gives F."""
+
+    def trace(name, function, heads):
+        token = jax.ShapeDtypeStruct((1, heads, dim), accumulator_dtype(dtype))
+        result = jax.eval_shape(function, token)
+        if isinstance(result, tuple) and name == "key":
+            raise NotImplementedError("a key map that returns (features, log_scale) is not supported yet")
+        phi = result[0] if isinstance(result, tuple) else result
+        require(
+            getattr(phi, "ndim", None) == 3 and phi.shape[:2] == token.shape[:2] and phi.dtype == token.dtype,
+            f"feature_map must map {name} {token.dtype} [..., {heads}, {dim}] to [..., {heads}, F] of the same dtype; "
+            f"for {token.shape} it gave {phi}",
+        )
+        return phi.shape[-1]
+
+    query_map, key_map = feature_maps.split(feature_map)
+    sizes = trace("query", query_map, num_query), trace("key", key_map, num_key)
+    require(sizes[0] == sizes[1], f"feature_map gives {sizes[0]} features for queries and {sizes[1]} for keys")
+    return sizes[1]
+
+
+def check_state(state, batch: int, num_heads: int, num_features: int, value_dim: int, dtype) -> None:
+    """That a state fits these inputs."""
+    require(
+        isinstance(state, LinearAttentionState),
+        f"state must be a LinearAttentionState, as init_state makes it, got {type(state).__name__}",
+    )
+    want_dtype = accumulator_dtype(dtype)
+    want = {
+        "kv": (batch, num_heads, num_features, value_dim),
+        "key_sum": (batch, num_heads, num_features),
+        "log_scale": (batch, num_heads),
+    }
+    for name, shape in want.items():
+        leaf = getattr(state, name)
+        require(
+            jnp.shape(leaf) == shape and jnp.result_type(leaf) == want_dtype,
+            f"state.{name} must be {want_dtype} {shape} for these inputs, got {jnp.result_type(leaf)} "
+            f"{jnp.shape(leaf)}; a state of 16 bits would lose tokens, and init_state makes one that fits",
+        )

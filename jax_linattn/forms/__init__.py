@@ -1,0 +1,1 @@
+"""The forms of linear attention: one result, several ways to compute it, one file each."""

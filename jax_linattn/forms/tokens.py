@@ -1,0 +1,162 @@
+"""What every form starts from: tokens, the rule that reads them, their features, and the splitting of time into blocks.
+
+Axes: B batch, T query time, S key time, D query/key head dim, F feature dim, E value head dim, C chunk length;
+heads: H query, K key, V value, N = max(K, V) state heads, M = max(H, N) output heads.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_linattn import feature_maps
+from jax_linattn.dtypes import accumulator_dtype
+from jax_linattn.state import LinearAttentionState, empty_state, num_features, vary_with
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values before φ, with what hides them. Batch leads, time is axis 1; one token has no time axis.
+
+    In causal forms `query_segment` is `key_segment`, a count of the runs of equal ids: 0 is the run that the carried
+    state belongs to, and None means that all belong to it.
+    """
+
+    query: Array  # [B, T, H, D]
+    key: Array  # [B, S, K, D]
+    value: Array  # [B, S, V, E]
+    query_mask: Array | None = None  # bool [B, T]
+    key_mask: Array | None = None  # bool [B, S]
+    query_segment: Array | None = None  # int32 [B, T]
+    key_segment: Array | None = None  # int32 [B, S]
+
+    def queries(self) -> "Tokens":
+        return self._replace(key=None, value=None, key_mask=None, key_segment=None)
+
+    def keys(self) -> "Tokens":
+        return self._replace(query=None, query_mask=None, query_segment=None)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["feature_map", "scale"],
+    meta_fields=["normalize", "eps", "precision"],
+)
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How tokens become an output: everything that is the same for all of them."""
+
+    feature_map: Any
+    scale: Any  # a number or a scalar array; None = 1
+    normalize: bool
+    eps: float
+    precision: Any
+
+    def einsum(self, *args) -> Array:
+        return jnp.einsum(*args, precision=self.precision)
+
+
+def clean(x: Array, mask: Array | None) -> Array:
+    """Zeros, in the dtype of sums, where a token is masked: what a pad holds, NaN and inf included, goes no further."""
+    x = x.astype(accumulator_dtype(x.dtype))
+    return x if mask is None else jnp.where(mask[..., None, None], x, 0)
+
+
+def key_features(rule: Rule, tokens: Tokens) -> Array:
+    """φ(k) [..., K, F], 0 for a masked token."""
+    _, key_map = feature_maps.split(rule.feature_map)
+    return clean(key_map(clean(tokens.key, tokens.key_mask)), tokens.key_mask)
+
+
+def query_features(rule: Rule, tokens: Tokens) -> Array:
+    """φ(q) [..., H, F], each row scaled by a power of two to size 1 where the exact normaliser takes that out again."""
+    query_map, _ = feature_maps.split(rule.feature_map)
+    features = query_map(clean(tokens.query, tokens.query_mask))
+    features, log_scale = features if isinstance(features, tuple) else (features, None)
+    if rule.normalize and rule.eps == 0:
+        return features * _inverse_power_of_two(jnp.max(jnp.abs(features), axis=-1, keepdims=True))
+    return features if log_scale is None else features * jnp.exp(log_scale)[..., None]
+
+
+def _inverse_power_of_two(x: Array) -> Array:
+    """2^-⌊log₂ x⌋, exact and without a gradient, for x >= 0; the nearest normal float where that is none."""
+    x = lax.stop_gradient(x)
+    bits = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
+    mantissa_bits = jnp.finfo(x.dtype).nmant
+    largest = (1 << (8 * x.dtype.itemsize - 1 - mantissa_bits)) - 2  # the exponent field of the largest finite floats
+    exponent = lax.bitcast_convert_type(x, bits) >> bits(mantissa_bits)
+    inverse = bits(largest) - jnp.clip(exponent, bits(0), bits(largest - 1))
+    return lax.bitcast_convert_type(inverse << bits(mantissa_bits), x.dtype)
+
+
+def new_state(rule: Rule, tokens: Tokens) -> LinearAttentionState:
+    """The empty state for these tokens, fit to be the carry of a scan over them."""
+    batch, _, num_key_heads, dim = tokens.key.shape
+    features = num_features(rule.feature_map, num_key_heads, dim, tokens.key.dtype)
+    num_heads = max(num_key_heads, tokens.value.shape[-2])
+    dtype = accumulator_dtype(tokens.key.dtype)
+    return empty_state(batch, num_heads, features, tokens.value.shape[-1], dtype)
+
+
+def initial_carry(rule: Rule, tokens: Tokens, state: LinearAttentionState | None):
+    """(state, run): the carry before the first token; `run` is the [B] index of the run the state belongs to, or None."""
+    run = None if tokens.key_segment is None else jnp.zeros_like(tokens.key_segment[:, 0])
+    state = new_state(rule, tokens) if state is None else state
+    return vary_with((state, run), tokens, rule)
+
+
+def count_runs(segment_ids: Array, first: Array) -> Array:
+    """Which run of equal ids each token is in, [B, T]; run 0 is the one with the id `first` [B] before all tokens."""
+    previous = jnp.concatenate([first[:, None].astype(segment_ids.dtype), segment_ids[:, :-1]], axis=1)
+    return jnp.cumsum(segment_ids != previous, axis=1, dtype=jnp.int32)
+
+
+# --- time in blocks ---------------------------------------------------------------------------------------------------
+
+
+def pad_time(tokens: Tokens, multiple: int) -> Tokens:
+    """Masked tokens at the end, so that the length is a multiple. They stay in the last token's run."""
+    length = tokens_length(tokens)
+    padding = -length % multiple
+    if padding == 0:
+        return tokens
+
+    def pad(x, **how):
+        return None if x is None else jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), **how)
+
+    def pad_mask(mask, x):
+        if x is None:
+            return None
+        mask = jnp.ones(x.shape[:2], bool) if mask is None else mask
+        return pad(mask)
+
+    return Tokens(
+        query=pad(tokens.query),
+        key=pad(tokens.key),
+        value=pad(tokens.value),
+        query_mask=pad_mask(tokens.query_mask, tokens.query),
+        key_mask=pad_mask(tokens.key_mask, tokens.key),
+        query_segment=pad(tokens.query_segment, mode="edge"),
+        key_segment=pad(tokens.key_segment, mode="edge"),
+    )
+
+
+def tokens_length(tokens: Tokens) -> int:
+    return jax.tree.leaves(tokens)[0].shape[1]
+
+
+def chunks_first(tree, length: int):
+    """[B, n·length, …] to [n, B, length, …] for every leaf: what a scan over chunks takes."""
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, length, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(split, tree)
+
+
+def time_from_chunks(chunks: Array, length: int) -> Array:
+    """[n, B, C, …] to [B, length, …]: the inverse of `chunks_first`, without the padding."""
+    x = jnp.moveaxis(chunks, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

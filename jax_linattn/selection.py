@@ -1,0 +1,34 @@
+"""Which form, and which chunk length, when the caller leaves it open. Plain functions of sizes, to be read and tested."""
+
+QUADRATIC_AT_MOST = 128  # tokens; the weights of longer sequences are never formed unasked
+
+
+def select_implementation(
+    query_length: int, key_length: int, num_features: int, value_dim: int, *, is_causal: bool, backend: str
+) -> str:
+    """The form that `implementation=None` stands for.
+
+    Quadratic while all T·S weights cost fewer multiplications than going through the state does, and T and S are short;
+    chunked otherwise, on every backend.
+
+    Args:
+      query_length: T.
+      key_length: S.
+      num_features: F.
+      value_dim: E.
+      is_causal: whether the causal forms are asked for.
+      backend: "cpu", "gpu" or "tpu".
+
+    Returns:
+      A name that `implementation` takes.
+    """
+    del is_causal, backend  # the same everywhere so far
+    through_weights = query_length * key_length * (num_features + value_dim)
+    through_state = (query_length + key_length) * num_features * value_dim
+    short = max(query_length, key_length) <= QUADRATIC_AT_MOST
+    return "quadratic" if short and through_weights <= through_state else "chunked"
+
+
+def select_chunk_size(length: int, *, backend: str) -> int:
+    """C, the tokens of a chunk, for `length` tokens: 64, or 128 where products come in tiles of 128."""
+    return max(1, min(length, 128 if backend == "tpu" else 64))

@@ -1,0 +1,57 @@
+"""The state of causal linear attention: what a sequence leaves behind, of a size that does not depend on its length."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_linattn import feature_maps
+from jax_linattn.dtypes import accumulator_dtype
+
+
+class LinearAttentionState(NamedTuple):
+    """The running sums S = Σ φ(k) vᵀ and Z = Σ φ(k), up to a factor exp(log_scale) a head.
+
+    float32, or float64 for float64 inputs. Batch leads in every leaf, so ``jax.tree.map(lambda x: x[beams], state)``
+    reorders, repeats or drops rows.
+    """
+
+    kv: Array  # [B, N, F, E]: S
+    key_sum: Array  # [B, N, F]: Z, kept also when nothing is normalised
+    log_scale: Array  # [B, N]: true sums are leaf · exp(log_scale); 0 for ordinary maps
+
+
+def empty_state(batch: int, num_heads: int, num_features: int, value_dim: int, dtype) -> LinearAttentionState:
+    return LinearAttentionState(
+        kv=jnp.zeros((batch, num_heads, num_features, value_dim), dtype),
+        key_sum=jnp.zeros((batch, num_heads, num_features), dtype),
+        log_scale=jnp.zeros((batch, num_heads), dtype),
+    )
+
+
+def num_features(feature_map, num_heads: int, dim: int, dtype) -> int:
+    """F, found by tracing the key map on one token."""
+    _, key_map = feature_maps.split(feature_map)
+    token = jax.ShapeDtypeStruct((1, num_heads, dim), accumulator_dtype(dtype))
+    features = jax.eval_shape(key_map, token)
+    return jax.tree.leaves(features)[0].shape[-1]
+
+
+def vary_with(tree, *sources):
+    """Gives the leaves of `tree` the varying axes of all arrays in `sources`, so that they can be a scan's carry.
+
+    Inside `shard_map` zeros made here are the same on every device, and a carry must vary as the loop's results do.
+    """
+    scalars = [
+        lax.stop_gradient(leaf[(slice(0, 1),) * leaf.ndim].reshape(()))
+        for leaf in jax.tree.leaves(sources)
+        if isinstance(leaf, Array) and leaf.size and getattr(jax.typeof(leaf), "vma", None)
+    ]
+
+    def vary(x):
+        for scalar in scalars:
+            x = jnp.where(jnp.zeros((), bool), scalar.astype(x.dtype), x)
+        return x
+
+    return jax.tree.map(vary, tree)
