@@ -41,32 +41,31 @@ def attend(
         keep, run = before == last, last[-1]
         k_left = jnp.where((runs == last[..., None])[..., None, :, None], k, 0)
         q_before = heads.where_time((runs == before[..., None])[..., None], q)
-    weights = heads.where_time(visible, rule.einsum("nbgaxf,nbgcf->nbgaxc", q, k))
+    weights = heads.where_time(visible, rule.einsum("nbgxf,nbgcf->nbgxc", q, k))
     sums_before, sums = prefix(key_value_sums(rule, k_left, v, heads), keep, sums)
-    numerator = rule.einsum("nbgaxc,nbgace->nbgaxe", weights, v) + read(rule, q_before, sums_before)
+    numerator = rule.einsum("nbgxc,nbgce->nbgxe", weights, v) + read(rule, q_before, sums_before)
     denominator = jnp.sum(weights, axis=-1)[..., None] + read_normalizer(rule, q_before, sums_before)
     return sums, run, output(rule, numerator, denominator, tokens, heads)
 
 
 def key_value_sums(rule: Rule, k: Array, v: Array, heads: Heads) -> Sums:
-    """S and Z of grouped keys [n, B, G, C, F] and values [n, B, G, a, C, b·E], over C."""
-    key_sum = jnp.sum(k, axis=-2)[..., None, None, :]
-    key_sum = jnp.broadcast_to(key_sum, (*k.shape[:3], heads.per_group, heads.values, k.shape[-1]))
-    return Sums(rule.einsum("nbgcf,nbgace->nbgafe", k, v), key_sum)
+    """S and Z of grouped keys [n, B, G, C, F] and values [n, B, G, C, b·E], over C."""
+    key_sum = jnp.broadcast_to(jnp.sum(k, axis=-2)[..., None, :], (*k.shape[:3], heads.values, k.shape[-1]))
+    return Sums(rule.einsum("nbgcf,nbgce->nbgfe", k, v), key_sum)
 
 
 def read(rule: Rule, q: Array, sums: Sums) -> Array:
-    """φ(q)ᵀS: [n, B, G, a, r·C, b·E]."""
-    return rule.einsum("nbgaxf,nbgafe->nbgaxe", q, sums.kv)
+    """φ(q)ᵀS: [n, B, G, r·C, b·E]."""
+    return rule.einsum("nbgxf,nbgfe->nbgxe", q, sums.kv)
 
 
 def read_normalizer(rule: Rule, q: Array, sums: Sums) -> Array:
-    """φ(q)ᵀZ: [n, B, G, a, r·C, b]."""
-    return rule.einsum("nbgaxf,nbgavf->nbgaxv", q, sums.key_sum)
+    """φ(q)ᵀZ: [n, B, G, r·C, b]."""
+    return rule.einsum("nbgxf,nbgvf->nbgxv", q, sums.key_sum)
 
 
 def output(rule: Rule, numerator: Array, denominator: Array, tokens: Tokens, heads: Heads) -> Array:
-    """The output [n, B, C, M, E] of grouped sums [n, B, G, a, r·C, b·E] and [n, B, G, a, r·C, b]."""
+    """The output [n, B, C, M, E] of grouped sums [n, B, G, r·C, b·E] and [n, B, G, r·C, b]."""
     numerator = numerator.reshape(*denominator.shape[:-1], heads.values, -1)
     o = heads.ungroup_outputs(finish(rule, numerator, jnp.broadcast_to(denominator, numerator.shape[:-1])))
     return clean(o, tokens.query_mask).astype(tokens.query.dtype)

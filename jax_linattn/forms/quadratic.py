@@ -30,7 +30,7 @@ def bidirectional(tokens: Tokens, rule: Rule, chunk_size: int) -> Array:
     tokens = jax.tree.map(lambda x: x[None], tokens)
     weights = _weights(tokens, rule, heads, is_causal=False)
     v = heads.group_values(clean(tokens.value, tokens.key_mask))
-    numerator = rule.einsum("nbgaxs,nbgase->nbgaxe", weights, v)
+    numerator = rule.einsum("nbgxs,nbgse->nbgxe", weights, v)
     return chunks.output(rule, numerator, jnp.sum(weights, axis=-1)[..., None], tokens, heads)[0]
 
 
@@ -39,7 +39,7 @@ def row_weights(tokens: Tokens, rule: Rule, is_causal: bool) -> Array:
     num_query, num_key = tokens.query.shape[-2], tokens.key.shape[-2]
     heads = Heads.of(num_query, num_key, num_key)
     tokens = jax.tree.map(lambda x: x[None], tokens)
-    weights = _weights(tokens, rule, heads, is_causal)[0]  # [B, G, a, r·T, S]
+    weights = _weights(tokens, rule, heads, is_causal)[0]  # [B, G, r·T, S]
     weights = weights.reshape(weights.shape[0], max(num_query, num_key), -1, weights.shape[-1])
     weights = divide(weights, jnp.sum(weights, axis=-1, keepdims=True) + rule.eps)
     if tokens.query_mask is not None:
@@ -48,10 +48,10 @@ def row_weights(tokens: Tokens, rule: Rule, is_causal: bool) -> Array:
 
 
 def _weights(tokens: Tokens, rule: Rule, heads: Heads, is_causal: bool) -> Array:
-    """φ(q)·φ(k) [1, B, G, a, r·T, S], 0 where a query does not see a key."""
+    """φ(q)·φ(k) [1, B, G, r·T, S], 0 where a query does not see a key."""
     q = heads.group_queries(query_features(rule, tokens))
     k = heads.group_keys(key_features(rule, tokens))
-    weights = rule.einsum("nbgaxf,nbgsf->nbgaxs", q, k)
+    weights = rule.einsum("nbgxf,nbgsf->nbgxs", q, k)
     if is_causal:
         weights = heads.where_time(jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool)), weights)
     if tokens.key_segment is not None:
