@@ -201,7 +201,7 @@ def check_rule(feature_map, normalize, eps, scale) -> None:
         scale is None or not normalize,
         f"scale needs normalize=False: it cancels in a normalised output; got scale={scale!r}",
     )
-    require(scale is None or jnp.ndim(scale) == 0, f"scale must be a number or None, got shape {jnp.shape(scale)}")
+    require(scale is None or jnp.ndim(scale) == 0, f"scale must be a number or None, got shape {np.shape(scale)}")
     require(
         callable(feature_map) or isinstance(feature_map, feature_maps.FeatureMap),
         f"feature_map must be a function [..., heads, D] -> [..., heads, F] or a FeatureMap, got {feature_map!r}"
