@@ -212,7 +212,8 @@ def init_state(key: Any, value: Any, *, feature_map: Any = feature_maps.elu_plus
       ValueError: naming the argument, what it got and what would be right.
     """
     checks.keys_and_values(key, value)
-    checks.check_features(feature_map, key.shape[-2], key.shape[-2], key.shape[-1], key.dtype)
+    _, key_map = feature_maps.split(feature_map)  # the query map may be made for another number of heads
+    checks.check_features(key_map, key.shape[-2], key.shape[-2], key.shape[-1], key.dtype)
     num_heads = max(key.shape[-2], value.shape[-2])
     features = num_features(feature_map, key.shape[-2], key.shape[-1], key.dtype)
     state = empty_state(key.shape[0], num_heads, features, value.shape[-1], accumulator_dtype(key.dtype))
