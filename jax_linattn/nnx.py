@@ -1,0 +1,325 @@
+"""Linear attention as a Flax NNX module, a drop-in for `flax.nnx.MultiHeadAttention`."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import Dtype, Initializer, PrecisionLike
+from jax import Array
+
+from jax_linattn import feature_maps, layers
+from jax_linattn.attention import Implementation, init_state
+from jax_linattn.checks import require
+from jax_linattn.state import LinearAttentionState
+
+default_bias_init = nnx.initializers.zeros_init()
+
+
+class LinearAttention(nnx.Module):
+    """Multi-head linear attention.
+
+        o_t = φ(q_t)ᵀ (Σ_s φ(k_s) v_sᵀ) / φ(q_t)ᵀ (Σ_s φ(k_s)),   q, k, v = projections of the inputs
+
+    Its constructor, parameters and calls are those of `flax.nnx.MultiHeadAttention`; parameters of one load into the
+    other. With ``decode=True`` it keeps a `LinearAttentionState` in `cached_state`, an `nnx.Cache` of constant size, made
+    by `init_cache`: a call continues from it with any number of tokens.
+
+    Args:
+      num_heads: H, heads of queries.
+      in_features: size of the inputs' last axis.
+      qkv_features: H·D, size of the projected queries; None = in_features.
+      out_features: size of the output's last axis; None = in_features.
+      in_kv_features: last axis of inputs_k and inputs_v; None = in_features.
+      num_kv_heads: K, heads of keys and values, which divides H; None = H.
+      feature_map: φ: a function or pytree from `feature_maps`; a learnable map as an `nnx.Module` subclass such as
+        `Hedgehog`, made once for queries and once for keys with ``cls(heads, head_dim, rngs=rngs)``; one instance, for
+        both; or `FeatureMap(query=..., key=...)` of any of these but a class. Arrays in it are part of the module's
+        state, not `nnx.Param`s unless they are.
+      is_causal: attend to tokens at or before the query alone.
+      normalize: divide by the sum of weights.
+      eps: added to that sum.
+      chunk_size, implementation: as in `linear_attention`.
+      dtype: of the computation; None = that of inputs and parameters. Sums over time are float32 whatever it is.
+      param_dtype: of the parameters.
+      broadcast_dropout, dropout_rate, deterministic: weights are never formed, so a rate above 0 is an error unless
+        deterministic.
+      precision: of matrix products, as in `jax.lax.dot_general`.
+      kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias: of the projections; out_… None = as the others.
+      decode: whether calls continue from `cached_state`. Needs is_causal.
+      normalize_qk: layer-normalise queries and keys.
+      rngs: for the parameters.
+      keep_rngs: taken for Flax's sake; nothing random happens in a call.
+
+    Raises:
+      ValueError: naming the argument, what it got and what would be right.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        *,
+        in_kv_features: int | None = None,
+        num_kv_heads: int | None = None,
+        feature_map: Any = feature_maps.elu_plus_one,
+        is_causal: bool = False,
+        normalize: bool = True,
+        eps: float = 0.0,
+        chunk_size: int | None = None,
+        implementation: Implementation | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        broadcast_dropout: bool = True,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = default_bias_init,
+        out_bias_init: Initializer | None = None,
+        use_bias: bool = True,
+        decode: bool | None = None,
+        normalize_qk: bool = False,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+    ):
+        del keep_rngs
+        self.num_heads = num_heads
+        self.in_features = in_features
+        self.qkv_features = in_features if qkv_features is None else qkv_features
+        self.out_features = in_features if out_features is None else out_features
+        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = layers.check_sizes(self.num_heads, self.num_kv_heads, self.qkv_features)
+        self.is_causal = is_causal
+        self.normalize = normalize
+        self.eps = eps
+        self.chunk_size = chunk_size
+        self.implementation = implementation
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.broadcast_dropout = broadcast_dropout
+        self.dropout_rate = dropout_rate
+        self.deterministic = deterministic
+        self.precision = precision
+        self.use_bias = use_bias
+        self.decode = decode
+        self.normalize_qk = normalize_qk
+
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        linear = functools.partial(nnx.LinearGeneral, use_bias=use_bias, precision=precision, rngs=rngs, **dtypes)
+        project = functools.partial(linear, kernel_init=kernel_init, bias_init=bias_init)
+        self.query = project(self.in_features, (self.num_heads, self.head_dim))
+        self.key = project(self.in_kv_features, (self.num_kv_heads, self.head_dim))
+        self.value = project(self.in_kv_features, (self.num_kv_heads, self.head_dim))
+        norm = functools.partial(nnx.LayerNorm, self.head_dim, use_bias=False, rngs=rngs, **dtypes)
+        self.query_ln = norm() if normalize_qk else nnx.data(None)
+        self.key_ln = norm() if normalize_qk else nnx.data(None)
+        self.out = linear(
+            (self.num_heads, self.head_dim),
+            self.out_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+        )
+        self._set_feature_map(feature_map, rngs)
+        self.cached_state: nnx.Cache[LinearAttentionState] | None = nnx.data(None)
+
+    def __call__(
+        self,
+        inputs_q: Array,
+        inputs_k: Array | None = None,
+        inputs_v: Array | None = None,
+        *,
+        mask: Array | None = None,
+        segment_ids: Any = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool | None = None,
+    ) -> Array:
+        """Attends from inputs_q to inputs_k and inputs_v.
+
+        Args:
+          inputs_q: [batch…, T, features].
+          inputs_k: [batch…, S, features]; None = inputs_q.
+          inputs_v: [batch…, S, features]; None = inputs_k.
+          mask: bool, True = a real token: [batch…, S] or [batch…, 1, 1, S]. Masked inputs are zeroed before they are
+            projected; in causal attention the token's output is 0 too.
+          segment_ids: int [batch…, T], runs of equal ids that do not see each other; not causal also a pair (query ids,
+            key ids). Not with decode.
+          deterministic: must be true if the module has a dropout rate; None = the attribute.
+          rngs: taken for Flax's sake; nothing random happens in a call.
+          sow_weights: form the attention weights [batch…, H, T, S] and sow them as `nnx.Intermediate`.
+          decode: continue from `cached_state`, and keep what comes after; None = the attribute.
+          is_causal: None = the attribute.
+
+        Returns:
+          [batch…, T, out_features].
+
+        Raises:
+          ValueError: naming the argument, what it got and what would be right.
+        """
+        del rngs
+        layers.check_dropout(self.dropout_rate, self.deterministic if deterministic is None else deterministic)
+        decode = self.decode if decode is None else decode
+        is_causal = self.is_causal if is_causal is None else is_causal
+        inputs = layers.prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, is_causal=is_causal)
+        query, key, value = self.query(inputs.query), self.key(inputs.key), self.value(inputs.value)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        options = self._options(is_causal)
+        if decode:
+            layers.check_decode(inputs, is_causal=is_causal, sow_weights=sow_weights)
+            require(self.cached_state is not None, "decode=True needs a cache: call init_cache(input_shape) first")
+            state, output = layers.advance(_get(self.cached_state), query, key, value, inputs, options)
+            _set(self.cached_state, state)
+        else:
+            output = layers.attend(query, key, value, inputs, options)
+        if sow_weights:
+            self.sow(nnx.Intermediate, "attention_weights", layers.weights_to_sow(query, key, inputs, options))
+        return layers.restore_output(self.out(output), inputs, is_causal=is_causal)
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> None:
+        """Starts decoding anew, with a state that has seen no token.
+
+        Args:
+          input_shape: [batch…, T, features]; of it only the batch matters, the state has no length.
+          dtype: of the computation: the state is float32, and float64 for float64.
+        """
+        token = (math.prod(input_shape[:-2]), self.num_kv_heads, self.head_dim)
+        token = jax.ShapeDtypeStruct(token, dtype)
+        self.cached_state = nnx.Cache(init_state(token, token, feature_map=self._pure_feature_map()))
+
+    def _options(self, is_causal: bool) -> layers.Options:
+        return layers.Options(
+            feature_map=self._pure_feature_map(),
+            is_causal=is_causal,
+            normalize=self.normalize,
+            eps=self.eps,
+            precision=self.precision,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+
+    def _set_feature_map(self, feature_map, rngs: nnx.Rngs) -> None:
+        """One map for both, or, where they differ, one for queries and one for keys."""
+        if isinstance(feature_map, type) and issubclass(feature_map, nnx.Module):
+            feature_map = feature_maps.FeatureMap(
+                query=feature_map(self.num_heads, self.head_dim, rngs=rngs),
+                key=feature_map(self.num_kv_heads, self.head_dim, rngs=rngs),
+            )
+        is_pair = isinstance(feature_map, feature_maps.FeatureMap)
+        self.feature_map = nnx.data(None) if is_pair else _attribute(feature_map)
+        self.query_feature_map = _attribute(feature_map.query) if is_pair else nnx.data(None)
+        self.key_feature_map = _attribute(feature_map.key) if is_pair else nnx.data(None)
+
+    def _pure_feature_map(self):
+        if self.feature_map is not None:
+            return _pure(self.feature_map)
+        return feature_maps.FeatureMap(query=_pure(self.query_feature_map), key=_pure(self.key_feature_map))
+
+
+# --- learnable feature maps -------------------------------------------------------------------------------------------
+
+
+class Hedgehog(nnx.Module):
+    """φ(x) = [softmax(xW + b), softmax(-xW - b)], with one W and b a head; W starts as the identity, b as zeros.
+
+    Zhang et al. 2024, https://arxiv.org/abs/2402.04347.
+
+    Args:
+      num_heads: heads of what it maps: H for queries, K for keys.
+      head_dim: D.
+      num_features: F, even; None = 2·D.
+      param_dtype: of the parameters.
+      rngs: taken as every module takes it; nothing is drawn.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_features: int | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs
+        half = layers.hedgehog_projection(head_dim, num_features)
+        self.kernel = nnx.Param(layers.identity_init(None, (num_heads, head_dim, half), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((num_heads, half), param_dtype))
+
+    def __call__(self, x: Array) -> Array:
+        return feature_maps.hedgehog(x, self.kernel[...], self.bias[...])
+
+
+class T2R(nnx.Module):
+    """φ(x) = relu(xW + b), with one W and b a head; W starts as LeCun normal, b as zeros.
+
+    Kasai et al. 2021, https://arxiv.org/abs/2103.13076.
+
+    Args:
+      num_heads: heads of what it maps: H for queries, K for keys.
+      head_dim: D.
+      num_features: F; None = D.
+      param_dtype: of the parameters.
+      rngs: for the kernel.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_features: int | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        features = head_dim if num_features is None else num_features
+        self.kernel = nnx.Param(layers.t2r_init(rngs.params(), (num_heads, head_dim, features), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((num_heads, features), param_dtype))
+
+    def __call__(self, x: Array) -> Array:
+        return feature_maps.t2r(x, self.kernel[...], self.bias[...])
+
+
+# --- between modules and pure functions -------------------------------------------------------------------------------
+
+
+def _attribute(feature_map):
+    """A map as Flax keeps it in a module: data where it holds arrays, static otherwise."""
+    if isinstance(feature_map, nnx.Module) or jax.tree_util.all_leaves([feature_map]):
+        return feature_map
+    return nnx.data(feature_map)
+
+
+def _pure(feature_map):
+    """A map as a pytree of its arrays: the forms call it inside scans, where a module's variables may not be touched."""
+    if not isinstance(feature_map, nnx.Module):
+        return feature_map
+    graphdef, state = nnx.split(feature_map)
+    return jax.tree_util.Partial(functools.partial(_call_merged, graphdef), state)
+
+
+def _call_merged(graphdef, state, x: Array) -> Array:
+    return nnx.merge(graphdef, state)(x)
+
+
+def _get(variable):
+    """The value of a Variable that is a pytree, in old and new Flax."""
+    return variable.get_value() if hasattr(type(variable), "get_value") else variable.value
+
+
+def _set(variable, value) -> None:
+    if hasattr(type(variable), "set_value"):
+        variable.set_value(value)
+    else:
+        variable.value = value
