@@ -1,5 +1,7 @@
 """The chunked form: matrix products inside a chunk, a running state between chunks. The default for training."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -48,7 +50,7 @@ def bidirectional(tokens: Tokens, rule: Rule, chunk_size: int) -> Array:
     state, _ = initial_carry(rule, tokens, None)
     block_length = chunk_size * CHUNKS_PER_BLOCK
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def sum_block(tokens):
         k = heads.group_keys(key_features(rule, tokens))
         v = heads.group_values(clean(tokens.value, tokens.key_mask))
@@ -123,4 +125,4 @@ def _scan(body, carry, blocks):
     if jax.tree.leaves(blocks)[0].shape[0] == 1:
         carry, output = body(carry, jax.tree.map(lambda x: x[0], blocks))
         return carry, output[None]
-    return lax.scan(jax.checkpoint(body), carry, blocks)
+    return lax.scan(jax.checkpoint(body, prevent_cse=False), carry, blocks)

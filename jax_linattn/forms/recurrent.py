@@ -1,5 +1,7 @@
 """The recurrent form: the seed's loop, one token after another. Decoding is its step."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -35,7 +37,7 @@ def causal(
         state, output = step(state, token, rule)
         return (state, run), output
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def scan_block(carry, tokens):
         return lax.scan(step_in_run, carry, tokens)
 
