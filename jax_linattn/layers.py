@@ -39,6 +39,9 @@ class Options(NamedTuple):
     chunk_size: int | None
     implementation: str | None
 
+    def rule_of_weights(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("feature_map", "eps", "precision")}
+
     def rule(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in ("feature_map", "normalize", "eps", "precision")}
 
@@ -59,11 +62,13 @@ def prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, *, is_causal
         inputs_k is not None or inputs_v is None,
         "inputs_k must be given with inputs_v; for equal keys and values pass inputs_k alone",
     )
-    is_self = inputs_k is None or (inputs_k is inputs_q and inputs_v in (None, inputs_q))
+    is_self = all(x is None or x is inputs_q for x in (inputs_k, inputs_v))
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
     shapes = f"inputs_q {inputs_q.shape}, inputs_k {inputs_k.shape}, inputs_v {inputs_v.shape}"
-    require(min(x.ndim for x in (inputs_q, inputs_k, inputs_v)) >= 2, f"inputs must be [batch…, T, features], got {shapes}")
+    require(
+        min(x.ndim for x in (inputs_q, inputs_k, inputs_v)) >= 2, f"inputs must be [batch…, T, features], got {shapes}"
+    )
     batch_shape, key_length = inputs_q.shape[:-2], inputs_k.shape[-2]
     require(
         inputs_k.shape[:-2] == batch_shape and inputs_v.shape[:-1] == inputs_k.shape[:-1],
@@ -122,7 +127,7 @@ def _segments(segment_ids, batch_shape: tuple[int, ...]):
 
 def attend(query: Array, key: Array, value: Array, inputs: Inputs, options: Options) -> Array:
     """Attention over whole sequences: projections [B, T, heads, D] to [B, T, heads, D]."""
-    query, key, value = _one_dtype(query, key, value)
+    query, key, value = one_dtype(query, key, value)
     return linear_attention(
         query,
         key,
@@ -139,7 +144,7 @@ def advance(
     state: LinearAttentionState, query: Array, key: Array, value: Array, inputs: Inputs, options: Options
 ) -> tuple[LinearAttentionState, Array]:
     """Attention that continues from a state: any number of tokens; one token goes through the step."""
-    query, key, value = _one_dtype(query, key, value)
+    query, key, value = one_dtype(query, key, value)
     batch, length = query.shape[:2]
     require(
         state.kv.shape[0] == batch,
@@ -151,28 +156,21 @@ def advance(
             query, key, value, state=state, mask=inputs.mask, **options.rule(), **options.form()
         )
     mask = None if inputs.mask is None else inputs.mask[:, 0]
-    state, output = linear_attention_step(
-        state, query[:, 0], key[:, 0], value[:, 0], mask=mask, **options.rule()
-    )
+    state, output = linear_attention_step(state, query[:, 0], key[:, 0], value[:, 0], mask=mask, **options.rule())
     return state, output[:, None]
 
 
 def weights_to_sow(query: Array, key: Array, inputs: Inputs, options: Options) -> Array:
     """The weights [batch…, H, T, S], formed for looking at."""
-    require(
-        options.normalize,
-        "sow_weights needs normalize=True: without a normaliser no attention weights are implied",
-    )
-    query, key = _one_dtype(query, key)
+    check_weights(options)
+    query, key = one_dtype(query, key)
     weights = attention_weights(
         query,
         key,
         mask=inputs.mask,
         segment_ids=inputs.segment_ids,
         is_causal=options.is_causal,
-        feature_map=options.feature_map,
-        eps=options.eps,
-        precision=options.precision,
+        **options.rule_of_weights(),
     )
     return weights.reshape(*inputs.batch_shape, *weights.shape[1:])
 
@@ -184,7 +182,7 @@ def restore_output(output: Array, inputs: Inputs, *, is_causal: bool) -> Array:
     return output.reshape(*inputs.batch_shape, *output.shape[1:])
 
 
-def _one_dtype(*arrays: Array) -> list[Array]:
+def one_dtype(*arrays: Array) -> list[Array]:
     dtype = arrays[0].dtype
     if any(x.dtype != dtype for x in arrays):
         dtype = jnp.result_type(*arrays)
@@ -212,6 +210,12 @@ def check_dropout(dropout_rate: float, deterministic: bool | None) -> None:
     )
 
 
+def check_weights(options: Options) -> None:
+    require(
+        options.normalize, "sow_weights needs normalize=True: without a normaliser no attention weights are implied"
+    )
+
+
 def check_decode(inputs: Inputs, *, is_causal: bool, sow_weights: bool) -> None:
     """What decoding from a state can do."""
     require(is_causal, "decode=True needs is_causal=True: a state holds the tokens so far")
@@ -228,7 +232,9 @@ def check_decode(inputs: Inputs, *, is_causal: bool, sow_weights: bool) -> None:
 
 def hedgehog_projection(head_dim: int, num_features: int | None) -> int:
     """F/2, the columns of Hedgehog's kernel."""
-    require(num_features is None or num_features % 2 == 0, f"num_features must be even for Hedgehog, got {num_features}")
+    require(
+        num_features is None or num_features % 2 == 0, f"num_features must be even for Hedgehog, got {num_features}"
+    )
     return head_dim if num_features is None else num_features // 2
 
 

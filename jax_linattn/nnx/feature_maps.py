@@ -1,0 +1,94 @@
+"""Learnable feature maps as NNX modules, and what makes any map fit for the forms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jax import Array
+
+from jax_linattn import feature_maps, layers
+
+
+class Hedgehog(nnx.Module):
+    """φ(x) = [softmax(xW + b), softmax(-xW - b)], with one W and b a head; W starts as the identity, b as zeros.
+
+    Zhang et al. 2024, https://arxiv.org/abs/2402.04347.
+
+    Args:
+      num_heads: heads of what it maps: H for queries, K for keys.
+      head_dim: D.
+      num_features: F, even; None = 2·D.
+      param_dtype: of the parameters.
+      rngs: taken as every module takes it; nothing is drawn.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_features: int | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs
+        half = layers.hedgehog_projection(head_dim, num_features)
+        self.kernel = nnx.Param(layers.identity_init(None, (num_heads, head_dim, half), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((num_heads, half), param_dtype))
+
+    def __call__(self, x: Array) -> Array:
+        return feature_maps.hedgehog(x, self.kernel[...], self.bias[...])
+
+
+class T2R(nnx.Module):
+    """φ(x) = relu(xW + b), with one W and b a head; W starts as LeCun normal, b as zeros.
+
+    Kasai et al. 2021, https://arxiv.org/abs/2103.13076.
+
+    Args:
+      num_heads: heads of what it maps: H for queries, K for keys.
+      head_dim: D.
+      num_features: F; None = D.
+      param_dtype: of the parameters.
+      rngs: for the kernel.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_features: int | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        features = head_dim if num_features is None else num_features
+        self.kernel = nnx.Param(layers.t2r_init(rngs.params(), (num_heads, head_dim, features), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((num_heads, features), param_dtype))
+
+    def __call__(self, x: Array) -> Array:
+        return feature_maps.t2r(x, self.kernel[...], self.bias[...])
+
+
+# --- between modules and pure functions -------------------------------------------------------------------------------
+
+
+def as_attribute(feature_map):
+    """A map as Flax keeps it in a module: data where it holds arrays, static otherwise."""
+    if isinstance(feature_map, nnx.Module) or jax.tree_util.all_leaves([feature_map]):
+        return feature_map
+    return nnx.data(feature_map)
+
+
+def as_pure_function(feature_map):
+    """A map as a pytree of its arrays: the forms call it inside scans, where a module's variables may not be touched."""
+    if not isinstance(feature_map, nnx.Module):
+        return feature_map
+    graphdef, state = nnx.split(feature_map)
+    return jax.tree_util.Partial(functools.partial(_call_merged, graphdef), state)
+
+
+def _call_merged(graphdef, state, x: Array) -> Array:
+    return nnx.merge(graphdef, state)(x)
