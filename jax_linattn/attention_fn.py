@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jax_linattn import feature_maps, layers
@@ -15,11 +14,11 @@ from jax_linattn.checks import require
 def check_options(options: layers.Options, module_class: type) -> None:
     """A function has no place for parameters, so it takes no learnable maps."""
     maps = feature_maps.split(options.feature_map)
+    is_learnable = [isinstance(x, module_class) or (isinstance(x, type) and issubclass(x, module_class)) for x in maps]
     require(
-        not any(isinstance(half, module_class) or half is None for half in maps)
-        and not any(isinstance(half, type) and issubclass(half, module_class) for half in maps),
-        "feature_map must be a function without parameters: an attention_fn has no place for them. For learnable maps use "
-        f"LinearAttention; got {options.feature_map!r}",
+        not any(is_learnable),
+        "feature_map must be a function without parameters: an attention_fn has no place for them. For learnable maps "
+        f"use LinearAttention; got {options.feature_map!r}",
     )
 
 
@@ -83,8 +82,8 @@ def _key_mask(mask, batch_shape: tuple[int, ...], query_length: int, key_length:
     mask = jnp.asarray(mask)
     shape = (1,) * (len(batch_shape) + 3 - mask.ndim) + mask.shape
     accepted = (
-        f"mask must be float or bool and hide keys for all queries and heads alike: [batch…, 1, 1, S] with S = {key_length}"
-        f" and batch {batch_shape}; got {mask.dtype} {mask.shape}. Instead of a causal mask use "
+        "mask must be float or bool and hide keys for all queries and heads alike: [batch…, 1, 1, S] with "
+        f"S = {key_length} and batch {batch_shape}; got {mask.dtype} {mask.shape}. Instead of a causal mask use "
         "as_attention_fn(is_causal=True); instead of a padding mask [batch…, 1, T, S] pass the mask of the keys, "
         "make_attention_mask(jnp.ones((batch, 1)), valid)"
     )

@@ -1,6 +1,6 @@
 """What the Flax modules share: pure functions between a module's projections and `linear_attention`.
 
-Axes as everywhere: B batch, T query time, S key time, D head dim; ``batch…`` any number of leading axes, made into one B.
+Axes: B batch, T query time, S key time, D head dim; ``batch…`` is any number of leading axes, made into one B.
 """
 
 import math
@@ -49,7 +49,7 @@ class Options(NamedTuple):
         return {"chunk_size": self.chunk_size, "implementation": self.implementation}
 
 
-# --- from a module's arguments to inputs -------------------------------------------------------------------------------
+# --- from a module's arguments to inputs ------------------------------------------------------------------------------
 
 
 def prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, *, is_causal: bool) -> Inputs:
@@ -101,9 +101,9 @@ def _token_mask(mask, batch_shape: tuple[int, ...], length: int) -> Array | None
         return None
     shape = np.shape(mask)
     accepted = (
-        f"mask must be bool with True for a real token, of shape [batch…, S] = {(*batch_shape, length)} or [batch…, 1, 1, S]"
-        f"; got {getattr(mask, 'dtype', type(mask).__name__)} {shape}. For a causal mask use is_causal=True, for packed "
-        "documents segment_ids; flax's make_attention_mask takes dtype=bool"
+        f"mask must be bool with True for a real token, of shape [batch…, S] = {(*batch_shape, length)} or "
+        f"[batch…, 1, 1, S]; got {getattr(mask, 'dtype', type(mask).__name__)} {shape}. For a causal mask use "
+        "is_causal=True, for packed documents segment_ids; flax's make_attention_mask takes dtype=bool"
     )
     require(getattr(mask, "dtype", None) == jnp.bool_, accepted)
     if shape == (*batch_shape, length):
@@ -148,8 +148,8 @@ def advance(
     batch, length = query.shape[:2]
     require(
         state.kv.shape[0] == batch,
-        f"the cache holds a state for a batch of {state.kv.shape[0]}, but the inputs have a batch of {batch}: make a cache "
-        "for this batch size, or pick its rows with jax.tree.map(lambda x: x[rows], cache)",
+        f"the cache holds a state for a batch of {state.kv.shape[0]}, but the inputs have a batch of {batch}: make a "
+        "cache for this batch size, or pick its rows with jax.tree.map(lambda x: x[rows], cache)",
     )
     if length != 1:
         return causal_linear_attention(
@@ -176,7 +176,7 @@ def weights_to_sow(query: Array, key: Array, inputs: Inputs, options: Options) -
 
 
 def restore_output(output: Array, inputs: Inputs, *, is_causal: bool) -> Array:
-    """[B, T, features] to [batch…, T, features]; when causal, 0 for a masked token, whatever the bias of the projection."""
+    """[B, T, features] to [batch…, T, features]; when causal, 0 for a masked token, whatever the output's bias."""
     if is_causal and inputs.mask is not None:
         output = _clean(output, inputs.mask)
     return output.reshape(*inputs.batch_shape, *output.shape[1:])
@@ -242,6 +242,15 @@ def identity_init(key, shape: tuple[int, ...], dtype=jnp.float32) -> Array:
     """The identity for each head; takes a PRNG key as every initialiser does."""
     del key
     return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
+
+
+def check_map_heads(x: Array, kernel: Array) -> None:
+    """A learnable map has weights for so many heads of such a size."""
+    require(
+        x.shape[-2:] == kernel.shape[:2],
+        f"this feature map is made for [..., heads, D] with (heads, D) = {kernel.shape[:2]}, got {x.shape}; queries and "
+        "keys with different numbers of heads need a map each: FeatureMap(query=..., key=...)",
+    )
 
 
 t2r_init = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))

@@ -21,9 +21,9 @@ class LinearAttention(nn.Module):
         o_t = φ(q_t)ᵀ (Σ_s φ(k_s) v_sᵀ) / φ(q_t)ᵀ (Σ_s φ(k_s)),   q, k, v = projections of the inputs
 
     Its attributes, parameters and calls are those of `flax.linen.MultiHeadDotProductAttention`; parameters of one load
-    into the other. With ``decode=True`` it keeps a `LinearAttentionState` of constant size in the collection "cache": a
-    call with ``mutable=["cache"]`` continues from it with any number of tokens. `init` makes an empty one; a call without
-    one starts from nothing.
+    into the other. With ``decode=True`` it keeps a `LinearAttentionState` of constant size in the collection "cache":
+    a call with ``mutable=["cache"]`` continues from it with any number of tokens. `init` makes an empty one; a call
+    without one starts from nothing.
 
     Attributes:
       num_heads: H, heads of queries.
@@ -37,9 +37,10 @@ class LinearAttention(nn.Module):
       kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias: of the projections; out_… None = as the others.
       decode: whether calls continue from the cache. Needs is_causal.
       normalize_qk: layer-normalise queries and keys.
-      feature_map: φ: a function or pytree from `feature_maps`; a learnable map such as ``Hedgehog()``, a template that is
-        copied for queries and for keys; or `FeatureMap(query=..., key=...)` of these. Arrays of a map that is no module,
-        such as a `favor_plus` projection, are in the collection "constants"; leave it out to use those of the attribute.
+      feature_map: φ: a function or pytree from `feature_maps`; a learnable map such as ``Hedgehog()``, a template that
+        is copied for queries and for keys; or `FeatureMap(query=..., key=...)` of these. Arrays of a map that is no
+        module, such as a `favor_plus` projection, are kept in the collection "constants", so that they are saved with
+        the model; applied without that collection, it uses those of the attribute.
       num_kv_heads: K, heads of keys and values, which divides H; None = H.
       is_causal: attend to tokens at or before the query alone.
       normalize: divide by the sum of weights.

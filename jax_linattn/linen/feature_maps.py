@@ -77,12 +77,19 @@ def bind(owner: nn.Module, feature_map, query_token: Array, key_token: Array):
 
 
 def _bind_one(owner: nn.Module, feature_map, name: str, token: Array):
+    feature_map = _unwrap(feature_map)
     if not isinstance(feature_map, nn.Module):
         return _constant(owner, feature_map, name)
     module = feature_map.copy(name=name)
     if owner.is_mutable_collection("params"):
         module(token)  # made inside a scan, parameters would be tracers that outlive it
     return jax.tree_util.Partial(functools.partial(_apply, module.clone(parent=None)), module.variables)
+
+
+def _unwrap(feature_map):
+    """Takes off the `Partial` that a `FeatureMap` puts around a module when a transform of Linen's flattens it."""
+    is_wrapper = isinstance(feature_map, jax.tree_util.Partial) and not feature_map.args and not feature_map.keywords
+    return feature_map.func if is_wrapper else feature_map
 
 
 def _apply(module: nn.Module, variables, x: Array) -> Array:

@@ -26,8 +26,8 @@ class LinearAttention(nnx.Module):
         o_t = φ(q_t)ᵀ (Σ_s φ(k_s) v_sᵀ) / φ(q_t)ᵀ (Σ_s φ(k_s)),   q, k, v = projections of the inputs
 
     Its constructor, parameters and calls are those of `flax.nnx.MultiHeadAttention`; parameters of one load into the
-    other. With ``decode=True`` it keeps a `LinearAttentionState` in `cached_state`, an `nnx.Cache` of constant size, made
-    by `init_cache`: a call continues from it with any number of tokens.
+    other. With ``decode=True`` it keeps a `LinearAttentionState` in `cached_state`, an `nnx.Cache` of constant size,
+    made by `init_cache`: a call continues from it with any number of tokens.
 
     Args:
       num_heads: H, heads of queries.
@@ -198,6 +198,25 @@ class LinearAttention(nnx.Module):
         token = (math.prod(input_shape[:-2]), self.num_kv_heads, self.head_dim)
         token = jax.ShapeDtypeStruct(token, dtype)
         self.cached_state = nnx.Cache(init_state(token, token, feature_map=self._pure_feature_map()))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+    ) -> None:
+        """Called by ``nnx.view``.
+
+        Args:
+          deterministic: the attribute.
+          decode: the attribute.
+          batch_size: starts decoding anew, as `init_cache` does.
+        """
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.decode = self.decode if decode is None else decode
+        if batch_size is not None:
+            batch_shape = (batch_size,) if isinstance(batch_size, int) else batch_size
+            self.init_cache((*batch_shape, 1, self.in_features), self.dtype or jnp.float32)
 
     def _options(self, is_causal: bool) -> layers.Options:
         return layers.Options(

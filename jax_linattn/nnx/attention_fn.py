@@ -21,9 +21,9 @@ def as_attention_fn(
 ) -> Callable[..., Array]:
     """A function for ``flax.nnx.MultiHeadAttention(attention_fn=...)``.
 
-    The function takes masks of keys, float or bool, that broadcast to [batch…, 1, 1, S]; a float mask means what it means
-    in Flax: not 0 = attend. It decodes from Flax's key-value cache too; that cache grows with the maximum length, and
-    `LinearAttention` has one that does not.
+    The function takes masks of keys, float or bool, that broadcast to [batch…, 1, 1, S]; a float mask means what it
+    means in Flax: not 0 = attend. It decodes from Flax's key-value cache too; that cache grows with the maximum length,
+    and `LinearAttention` has one that does not.
 
     Args:
       feature_map: φ, without parameters of its own.
@@ -31,8 +31,8 @@ def as_attention_fn(
       normalize, eps, implementation, chunk_size: as in `linear_attention`.
 
     Raises:
-      ValueError: on a learnable map; the function raises it on a bias, on any mask but those above, and on dropout that is
-        not deterministic.
+      ValueError: on a learnable map; the function raises it on a bias, on any mask but those above, and on dropout that
+        is not deterministic.
     """
     options = layers.Options(feature_map, is_causal, normalize, eps, None, chunk_size, implementation)
     attention_fn.check_options(options, nnx.Module)

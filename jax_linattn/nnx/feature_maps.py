@@ -39,6 +39,7 @@ class Hedgehog(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_heads, half), param_dtype))
 
     def __call__(self, x: Array) -> Array:
+        layers.check_map_heads(x, self.kernel)
         return feature_maps.hedgehog(x, self.kernel[...], self.bias[...])
 
 
@@ -69,6 +70,7 @@ class T2R(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_heads, features), param_dtype))
 
     def __call__(self, x: Array) -> Array:
+        layers.check_map_heads(x, self.kernel)
         return feature_maps.t2r(x, self.kernel[...], self.bias[...])
 
 
@@ -83,7 +85,7 @@ def as_attribute(feature_map):
 
 
 def as_pure_function(feature_map):
-    """A map as a pytree of its arrays: the forms call it inside scans, where a module's variables may not be touched."""
+    """A map as a pytree of its arrays: the forms call it inside scans, where variables may not be touched."""
     if not isinstance(feature_map, nnx.Module):
         return feature_map
     graphdef, state = nnx.split(feature_map)
