@@ -1,0 +1,59 @@
+# make train   a virtual environment, a small model trained in about three minutes, and a sample of what it writes
+# make test    the whole test suite
+# Needs Python >= 3.11 and make. Another Python: make PYTHON=/path/to/python train; options: make train ARGS="--config.steps=2000"
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first of these that is new enough makes the environment.
+PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
+CONFIG ?= configs/small.py
+ARGS ?=
+TEST_ARGS ?= -n 2
+
+.PHONY: help train test lint format format-check types clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+train: $(VENV)/lm.stamp
+	$(BIN)/python scripts/train.py --config=$(CONFIG) $(ARGS)
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff format .
+
+format-check: $(VENV)/dev.stamp
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev.stamp
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+
+# A stamp is as new as its last installation, so that a second call has nothing to do.
+$(VENV)/lm.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[lm]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/lm.stamp
+
+$(BIN)/python:
+	@for python in $(PYTHONS); do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$($$python --version)"; \
+	    $$python -m venv $(VENV) && exit 0; \
+	    rm -rf $(VENV); \
+	    echo "error: $$python could not make a virtual environment (see above; on Debian and Ubuntu: apt install python3-venv)" >&2; \
+	    exit 1; \
+	  fi; \
+	done; \
+	echo "error: no Python >= 3.11 found (tried: $(PYTHONS)); install one, or name one with make PYTHON=/path/to/python" >&2; \
+	exit 1

@@ -1,0 +1,105 @@
+"""What a decoder block is made of, beside linear attention: short convolution, softmax attention, MLP.
+
+Layers with a memory of the past keep it in `nnx.Cache` variables that `init_cache(input_shape, dtype)` makes, and read
+and advance it when called with ``decode=True``: with prompts of any length, then single tokens. `mask` is bool [B, T]
+with True for a real token; a masked token's output row is 0, and it is no token to any other.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.nn.initializers import Initializer, lecun_normal, variance_scaling
+
+from jax_linattn.checks import key_mask, require
+from jax_linattn.convolution import causal_convolution, init_convolution_state
+
+lecun = lecun_normal()
+
+
+class ShortConvolution(nnx.Module):
+    """`causal_convolution` with a learned kernel, and its last W-1 inputs as cache: position without a maximum."""
+
+    def __init__(self, features: int, width: int, *, rngs: nnx.Rngs):
+        taps_as_fan_in = variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(), batch_axis=1)
+        self.kernel = nnx.Param(taps_as_fan_in(rngs.params(), (width, features)))
+        self.bias = nnx.Param(jnp.zeros((features,)))
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
+        """The cache for inputs [B, T, D]; its size does not depend on T."""
+        inputs = jax.ShapeDtypeStruct(input_shape, dtype)
+        self.cached_inputs = nnx.Cache(init_convolution_state(inputs, self.kernel.shape[0]))
+
+    def __call__(self, x: Array, *, mask: Array | None = None, decode: bool = False) -> Array:
+        """x [B, T, D] -> [B, T, D]."""
+        if decode:
+            _require_cache(self, "cached_inputs")
+        state = self.cached_inputs[...] if decode else None
+        state, y = causal_convolution(x, self.kernel[...], self.bias[...], state=state, mask=mask)
+        if decode:
+            self.cached_inputs[...] = state
+        return y
+
+
+class SoftmaxAttention(nnx.Module):
+    """Causal softmax attention, for comparison: `nnx.LinearAttention`'s parameters, a cache with a maximum length."""
+
+    def __init__(self, num_heads: int, features: int, *, out_kernel_init: Initializer = lecun, rngs: nnx.Rngs):
+        require(features % num_heads == 0, f"num_heads={num_heads} must divide the width {features}")
+        heads = (num_heads, features // num_heads)
+        self.query = nnx.LinearGeneral(features, heads, rngs=rngs)
+        self.key = nnx.LinearGeneral(features, heads, rngs=rngs)
+        self.value = nnx.LinearGeneral(features, heads, rngs=rngs)
+        self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), kernel_init=out_kernel_init, rngs=rngs)
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
+        """The cache for inputs [B, T, D]: room for T tokens in all."""
+        batch, length, _ = input_shape
+        heads = self.query.kernel.shape[-2:]
+        self.cached_key = nnx.Cache(jnp.zeros((batch, length, *heads), dtype))
+        self.cached_value = nnx.Cache(jnp.zeros((batch, length, *heads), dtype))
+        self.cached_mask = nnx.Cache(jnp.zeros((batch, length), bool))
+        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Array, *, mask: Array | None = None, decode: bool = False) -> Array:
+        """x [B, T, D] -> [B, T, D]."""
+        batch, length, _ = x.shape
+        mask = key_mask(mask, batch, length)
+        mask = jnp.ones((batch, length), bool) if mask is None else mask
+        x = jnp.where(mask[..., None], x, 0)
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if decode:
+            y = self._attend_with_cache(query, key, value, mask)
+        else:
+            y = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None, None], is_causal=True)
+        return jnp.where(mask[..., None], self.out(y), 0)
+
+    def _attend_with_cache(self, query, key, value, mask) -> Array:
+        _require_cache(self, "cached_key")
+        capacity, length = self.cached_key.shape[1], query.shape[1]
+        require(length <= capacity, f"the cache has room for {capacity} tokens, got {length}: give init_cache more")
+        start = self.cache_index[...]
+        for cache, new in [(self.cached_key, key), (self.cached_value, value), (self.cached_mask, mask)]:
+            cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], new.astype(cache.dtype), start, axis=1)
+        self.cache_index[...] = start + length
+        not_later = jnp.arange(capacity) <= start + jnp.arange(length)[:, None]
+        visible = self.cached_mask[...][:, None, None] & not_later[None, None]
+        y = jax.nn.dot_product_attention(query, self.cached_key[...], self.cached_value[...], mask=visible)
+        # Past its end the cache would be overwritten without a sign; only values can tell inside a compiled loop.
+        return jnp.where(start + length <= capacity, y, jnp.nan)
+
+
+class MLP(nnx.Module):
+    """Two layers with GELU between them."""
+
+    def __init__(self, features: int, hidden: int, *, out_kernel_init: Initializer = lecun, rngs: nnx.Rngs):
+        self.up = nnx.Linear(features, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, features, kernel_init=out_kernel_init, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., D] -> [..., D]."""
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+def _require_cache(layer: nnx.Module, name: str) -> None:
+    require(hasattr(layer, name), f"decode=True needs a cache: call init_cache on the {type(layer).__name__} first")

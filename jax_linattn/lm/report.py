@@ -1,0 +1,84 @@
+"""What a run leaves to look at: metrics, the loss curve, the summary."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+
+def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
+    """One more line of JSON, on disk when this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(metrics) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def postfix(line: dict[str, Any], trigram_bits: float) -> str:
+    """What the progress bar says of a line of metrics; bits a character."""
+    parts = [f"train {line['train_bits']:.2f}"]
+    if "validation_bits" in line:
+        parts.append(f"validation {line['validation_bits']:.2f}")
+    parts += [f"trigram {trigram_bits:.2f} bits/char", f"{line['tokens'] / line['seconds']:,.0f} tokens/s"]
+    return " · ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    folder: str
+    attention: str
+    parameters: int
+    tokens: int  # trained on
+    seconds: float  # of training, without compiling and validating
+    train_bits: float  # a character, mean of the last steps
+    validation_bits: float  # a character, over all validation text
+    trigram_bits: float  # of the baseline on the same characters
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def __str__(self) -> str:
+        difference = self.trigram_bits - self.validation_bits
+        rows = [
+            ("attention", self.attention),
+            ("parameters", f"{self.parameters:,}"),
+            ("tokens trained on", f"{self.tokens:,} in {self.seconds:.0f} s"),
+            ("tokens a second", f"{self.tokens_per_second:,.0f}"),
+            ("training bits/char", f"{self.train_bits:.3f}"),
+            ("validation bits/char", f"{self.validation_bits:.3f}"),
+            ("trigram bits/char", f"{self.trigram_bits:.3f}"),
+            ("against the trigram", f"{abs(difference):.3f} {'better' if difference > 0 else 'WORSE'}"),
+            ("files", self.folder),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def plot_losses(metrics: list[dict[str, Any]], trigram_bits: float, title: str, path: Path) -> None:
+    """Training and validation bits a character over training tokens, with the trigram as a line."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for key, label, style in [
+        ("train_bits", "training", {"color": "tab:blue", "alpha": 0.7, "linewidth": 1.2}),
+        ("validation_bits", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
+    ]:
+        points = [(line["tokens"], line[key]) for line in metrics if key in line]
+        axes.plot(*np.array(points).T, label=label, **style)
+    axes.axhline(trigram_bits, color="tab:gray", linestyle="--", label=f"trigram, {trigram_bits:.2f}")
+    validation = [line["validation_bits"] for line in metrics if "validation_bits" in line]
+    axes.set(xlabel="training tokens", ylabel="bits a character", title=f"{title}: validation {validation[-1]:.2f}")
+    axes.set_ylim(min(1.0, min(validation)) if validation else 0, None)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

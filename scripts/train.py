@@ -1,0 +1,30 @@
+"""Trains a language model: python scripts/train.py --config=configs/small.py --config.steps=2000"""
+
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from jax_linattn.lm.train import prepare, train
+
+CONFIG = config_flags.DEFINE_config_file("config", "configs/small.py", "options; override one with --config.NAME=VALUE")
+WORKDIR = flags.DEFINE_string("workdir", "runs", "folder of all runs")
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # absl's default is to tell of every file that orbax writes
+    config = CONFIG.value
+    try:
+        run = prepare(config, Path(WORKDIR.value) / config.name)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(run.description())
+    summary = train(run)
+    print(f"\n{(run.folder / 'sample.txt').read_text()}\n\n{summary}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,209 @@
+"""A whole run, made tiny: it learns, leaves what it should, and its checkpoint gives the same model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from harness import quick_jit
+
+from jax_linattn.lm import checkpoint, report
+from jax_linattn.lm import train as train_module
+from jax_linattn.lm.config import Config, default_config
+from jax_linattn.lm.data import batch_at
+from jax_linattn.lm.generate import continue_texts
+from jax_linattn.lm.report import Summary
+from jax_linattn.lm.train import (
+    Run,
+    _matrices,
+    compile_step,
+    make_evaluate,
+    make_optimizer,
+    prepare,
+    token_losses,
+    train,
+)
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it rests.\n" * 60
+
+
+def tiny_config(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    if not corpus.exists():
+        corpus.write_text(TEXT)
+    config = default_config()
+    config.corpus = str(corpus)
+    config.model.update({"num_layers": 1, "num_heads": 2, "width": 16, "mlp_width": 24})
+    config.update({"context": 32, "batch_size": 4, "steps": 45, "warmup_steps": 5, "learning_rate": 2e-2})
+    config.update({"log_every": 5, "validate_every": 20, "validation_batches": 2})
+    config.sample.update({"length": 20, "prompt": "the "})
+    return config
+
+
+class Finished(NamedTuple):
+    """A run from beginning to end, with what it compiled, so that no test compiles it again."""
+
+    config: Config
+    folder: Path
+    run: Run
+    summary: Summary
+    step: Callable
+    evaluate: Callable
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("run")
+    config, folder = tiny_config(tmp_path), tmp_path / "runs" / "tiny"
+    run = train_module.prepare(config, folder)
+    step, evaluate = compile_step(run), make_evaluate(run.graphdef, run.corpus, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "compile_step", lambda _: step)
+        patch.setattr(train_module, "make_evaluate", lambda *_: evaluate)
+        summary = train(run, progress=False)
+    return Finished(config, folder, run, summary, step, evaluate)
+
+
+def test_a_run_learns_and_leaves_everything(finished):
+    config, folder, summary = finished.config, finished.folder, finished.summary
+    present = {path.name for path in folder.iterdir()}
+    assert present == {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
+    assert json.loads((folder / "config.json").read_text()) == config.to_dict()
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sample = (folder / "sample.txt").read_text()
+    assert sample.startswith("the ")
+    assert len(sample) == len("the ") + 20 + 1
+
+    *lines, last = report.read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(5, 46, 5)]
+    assert [line["step"] for line in lines if "validation_bits" in line] == [20, 40, 45]
+    assert lines[-1]["tokens"] == summary.tokens == 45 * 4 * 32
+    assert lines[-1]["train_bits"] < 0.6 * lines[0]["train_bits"]
+    assert last["summary"]["validation_bits"] == summary.validation_bits < 0.6 * lines[0]["train_bits"]
+    assert 0 < summary.trigram_bits < 2
+    assert summary.tokens_per_second > 0
+    for word in ["validation bits/char", "trigram bits/char", "tokens a second", str(folder)]:
+        assert word in str(summary)
+
+
+def test_the_checkpoint_is_the_model(finished):
+    """Loaded anew, the last checkpoint has the validation loss that was reported, and writes the same sample."""
+    model, vocabulary = checkpoint.load_model(finished.folder)
+    assert vocabulary == finished.run.corpus.vocabulary
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert finished.evaluate(params) == pytest.approx(finished.summary.validation_bits, rel=1e-6)
+    (written,) = continue_texts(model, vocabulary, ["the "], 20, temperature=0.8, seed=finished.config.seed)
+    assert (finished.folder / "sample.txt").read_text() == f"the {written}\n"
+
+
+def test_a_checkpoint_holds_all_that_continuing_needs(finished, tmp_path):
+    """From the checkpoint at step 40 five more steps lead to the one at step 45, to the last bit."""
+    run = prepare(finished.config, tmp_path / "resumed")
+    with checkpoint.open_checkpoints(finished.folder) as manager:
+        assert manager.all_steps() == [40, 45]
+        params, opt_state, meta = checkpoint.restore(manager, 40, **run.state._asdict())
+        expected, *_ = checkpoint.restore(manager, 45, **run.state._asdict())
+    assert meta["step"] == 40
+    assert meta["vocabulary"] == finished.run.corpus.vocabulary.characters
+    run.batches.set_state(meta["data"])
+    state = run.state._replace(params=params, opt_state=opt_state)
+    for _ in range(5):
+        state, *_ = finished.step(state, next(run.batches))
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected)
+
+
+def test_a_run_is_not_overwritten_unasked(finished):
+    config, folder = finished.config, finished.folder
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"already holds a finished run .*--config.overwrite=True"):
+        prepare(config, folder)
+    broken = config.copy_and_resolve_references()
+    broken.update({"overwrite": True, "corpus": "nowhere"})
+    with pytest.raises(ValueError, match="does not exist"):
+        prepare(broken, folder)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "7").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="already holds a started run"):
+        checkpoint.claim_folder(folder, overwrite=False)
+    checkpoint.claim_folder(folder, overwrite=True)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_the_loss_is_the_cross_entropy(finished):
+    run = finished.run
+    model, _ = checkpoint.load_model(finished.folder)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    batch = batch_at(run.corpus.train, 0, seed=0, batch_size=2, context=8)
+
+    @quick_jit
+    def logits_and_losses(params):
+        return nnx.merge(run.graphdef, nnx.State(params))(batch.inputs), token_losses(run.graphdef, params, batch)
+
+    logits, losses = (np.asarray(x, np.float64) for x in logits_and_losses(params))
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    expected = -np.log(np.take_along_axis(p, batch.targets[..., None], axis=-1)[..., 0])
+    np.testing.assert_allclose(losses, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_weight_decay_is_for_matrices(finished):
+    decays = {
+        "/".join(entry.key for entry in path)
+        for path, decay in jax.tree_util.tree_leaves_with_path(_matrices(finished.run.state.params))
+        if decay
+    }
+    attention = {f"block_0/attention/{name}/kernel" for name in ("query", "key", "value", "out")}
+    assert decays == attention | {"embedding/embedding", "block_0/mlp/up/kernel", "block_0/mlp/down/kernel"}
+
+
+def test_options_that_will_not_do(tmp_path):
+    for name, value, message in [
+        ("steps", 0, "steps must be a positive whole number"),
+        ("context", 5000, "too few for sequences of 5000"),
+        ("warmup_steps", 45, "warmup_steps must be below steps"),
+        ("sample.prompt", "Ä", "lacks: 'Ä'"),
+        ("model.attention", "mamba", "model.attention must be one of"),
+    ]:
+        config = tiny_config(tmp_path)
+        config.update_from_flattened_dict({name: value})
+        with pytest.raises(ValueError, match=message):
+            prepare(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(AttributeError):
+        tiny_config(tmp_path).learning_rat = 1.0
+    with pytest.raises(ValueError, match="holds no checkpoints"):
+        checkpoint.load_model(tmp_path)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
+    run = prepare(tiny_config(tmp_path), tmp_path / "run")
+    nan = jnp.float32(jnp.nan)
+    monkeypatch.setattr(train_module, "compile_step", lambda _: lambda state, batch: (state, nan, nan))
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 5; a lower learning_rate"):
+        train(run, progress=False)
+
+
+def test_the_schedule_warms_up_and_falls():
+    config = default_config()
+    config.update({"steps": 100, "warmup_steps": 10, "learning_rate": 0.1, "weight_decay": 0.0})
+    optimizer = make_optimizer(config)
+    params = {"kernel": np.ones((2, 2), np.float32)}
+    state, sizes = optimizer.init(params), []
+    update = jax.jit(optimizer.update)
+    for _ in range(100):
+        updates, state = update({"kernel": np.ones((2, 2), np.float32)}, state, params)
+        sizes.append(float(-updates["kernel"][0, 0]))
+    assert sizes[0] == 0
+    assert int(np.argmax(sizes)) == 10
+    assert max(sizes) == pytest.approx(0.1, rel=1e-3)
+    assert sizes[-1] < 0.002
