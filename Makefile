@@ -1,11 +1,12 @@
 # make train   a virtual environment, a small model trained in about three minutes, and a sample of what it writes
 # make test    the whole test suite
-# Needs Python >= 3.11 and make. Another Python: make PYTHON=/path/to/python train; options: make train ARGS="--config.steps=2000"
+# Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
+# Another model: make train CONFIG=configs/softmax.py; other options: make train ARGS="--config.steps=2000 --config.name=long"
 
 VENV := .venv
 BIN := $(VENV)/bin
 # The first of these that is new enough makes the environment.
-PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
+PYTHONS := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
 CONFIG ?= configs/small.py
 ARGS ?=
 TEST_ARGS ?= -n 2
@@ -13,7 +14,7 @@ TEST_ARGS ?= -n 2
 .PHONY: help train test lint format format-check types clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^#/!q; s/^# //p' Makefile
 
 train: $(VENV)/lm.stamp
 	$(BIN)/python scripts/train.py --config=$(CONFIG) $(ARGS)

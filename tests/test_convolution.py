@@ -56,7 +56,7 @@ def test_cutting_anywhere_changes_nothing():
             part = jnp.asarray(x[:, begin:end])
             carry, y = compiled(part, kernel, bias, state=carry, mask=jnp.asarray(mask[:, begin:end]))
             parts.append(y)
-        np.testing.assert_array_equal(jnp.concatenate(parts, axis=1), whole)
+        assert_close(jnp.concatenate(parts, axis=1), whole)
         np.testing.assert_array_equal(carry, whole_state)
 
 
@@ -78,7 +78,7 @@ def test_a_masked_token_is_no_token():
     for row in range(BATCH):
         alone = (x[row : row + 1, mask[row]], kernel, bias, state[row : row + 1])
         (_, (last_alone, y_alone)), (dx_alone, dkernel_alone, dbias_alone, dstate_alone) = gradient(*alone)
-        np.testing.assert_array_equal(np.asarray(y)[row, mask[row]], y_alone[0])
+        assert_close(np.asarray(y)[row, mask[row]], y_alone[0])
         np.testing.assert_array_equal(last[row], last_alone[0])
         assert_close(np.asarray(dx)[row, mask[row]], dx_alone[0], gradient=True)
         assert_close(dstate[row], dstate_alone[0], gradient=True)
@@ -108,7 +108,7 @@ def test_transforms_and_16_bits():
 
     one_by_one = quick_jit(jax.vmap(lambda x, mask: convolve(x[None], mask[None])))(x, mask)
     for got, want in zip(one_by_one, quick_jit(convolve)(x, mask), strict=True):
-        np.testing.assert_array_equal(got[:, 0], want)
+        assert_close(got[:, 0], want)
 
     def step(state, token):
         return causal_convolution(token[:, None], kernel, bias, state=state)
@@ -127,16 +127,16 @@ def test_transforms_and_16_bits():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": jnp.zeros((2, 3))}, r"x must be .* \[B, T, D\], got float32 \(2, 3\)"),
+        ({"x": jnp.zeros((2, 3), "float32")}, r"x must be .* \[B, T, D\], got float32 \(2, 3\)"),
         ({"x": jnp.zeros((2, 3, 5), int)}, "x must be a floating-point array"),
-        ({"kernel": jnp.zeros((4, 6))}, r"kernel must be \[W, D\] .* D = 5, got float32 \(4, 6\)"),
-        ({"bias": jnp.zeros((1, 5))}, r"bias must be \[D\] = \(5,\), got float32 \(1, 5\)"),
-        ({"state": jnp.zeros((2, 4, 5))}, r"state must be float32 .* \(2, 3, 5\), got float32 \(2, 4, 5\)"),
+        ({"kernel": jnp.zeros((4, 6), "float32")}, r"kernel must be \[W, D\] .* D = 5, got float32 \(4, 6\)"),
+        ({"bias": jnp.zeros((1, 5), "float32")}, r"bias must be \[D\] = \(5,\), got float32 \(1, 5\)"),
+        ({"state": jnp.zeros((2, 4, 5), "float32")}, r"state must be float32 .* \(2, 3, 5\), got float32 \(2, 4, 5\)"),
         ({"state": jnp.zeros((2, 3, 5), jnp.bfloat16)}, "state must be float32 .* got bfloat16"),
         ({"mask": jnp.zeros((2, 3))}, "mask must be bool"),
     ],
 )
 def test_errors(change, message):
-    arguments = {"x": jnp.zeros((2, 3, 5)), "kernel": jnp.zeros((4, 5)), **change}
+    arguments = {"x": jnp.zeros((2, 3, 5), "float32"), "kernel": jnp.zeros((4, 5)), **change}
     with pytest.raises(ValueError, match=message):
         causal_convolution(arguments.pop("x"), arguments.pop("kernel"), arguments.pop("bias", None), **arguments)

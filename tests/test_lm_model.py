@@ -73,13 +73,13 @@ def assert_same(actual, expected):
 def test_prompt_then_steps_equal_the_whole(kind):
     whole, advance, cache = compiled(kind)
     tokens = tokens_of(9)
-    structure = jax.tree.map(jnp.shape, cache)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(cache)]
     parts = []
     for begin, end in [(0, 5), (5, 6), (6, 7), (7, 9)]:
         cache, logits = advance(cache, tokens[:, begin:end])
         parts.append(logits)
     assert_same(jnp.concatenate(parts, axis=1), whole(tokens))
-    assert jax.tree.map(jnp.shape, cache) == structure
+    assert [leaf.shape for leaf in jax.tree.leaves(cache)] == shapes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +128,7 @@ def test_generation_is_greedy_decoding_of_the_whole(kind):
     whole, *_ = compiled(kind)
     for row, prompt in enumerate(prompts):
         text = np.concatenate([prompt, written[row]])
-        padded = jnp.zeros((3, 9), jnp.int32).at[:, : len(text)].set(text)
+        padded = jnp.zeros((3, 9), jnp.int32).at[:, : len(text)].set(text.astype(np.int32))
         likeliest = np.asarray(whole(padded)[row].argmax(axis=-1))
         np.testing.assert_array_equal(written[row], likeliest[len(prompt) - 1 : len(text) - 1])
 

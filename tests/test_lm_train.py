@@ -1,6 +1,10 @@
 """A whole run, made tiny: it learns, leaves what it should, and its checkpoint gives the same model."""
 
 import json
+import os
+import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +21,7 @@ from jax_linattn.lm import train as train_module
 from jax_linattn.lm.config import Config, default_config
 from jax_linattn.lm.data import batch_at
 from jax_linattn.lm.generate import continue_texts
+from jax_linattn.lm.model import ModelConfig
 from jax_linattn.lm.report import Summary
 from jax_linattn.lm.train import (
     Run,
@@ -29,6 +34,7 @@ from jax_linattn.lm.train import (
     train,
 )
 
+ROOT = Path(__file__).parent.parent
 TEXT = "the quick brown fox jumps over the lazy dog, and then it rests.\n" * 60
 
 
@@ -191,6 +197,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "compile_step", lambda _: lambda state, batch: (state, nan, nan))
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 5; a lower learning_rate"):
         train(run, progress=False)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_configs(path):
+    config = runpy.run_path(str(path))["get_config"]()
+    assert config.name == path.stem
+    assert ModelConfig(vocabulary_size=100, **config.model).width == 128
+
+
+def test_the_script_says_what_is_wrong(tmp_path):
+    command = [sys.executable, "scripts/train.py", "--config.corpus=nowhere", f"--workdir={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.strip() == "error: corpus 'nowhere' does not exist; give a text file or a folder of text files"
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_schedule_warms_up_and_falls():

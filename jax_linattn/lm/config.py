@@ -37,8 +37,8 @@ def default_config() -> Config:
     config.clip_norm = 1.0  # of the gradient, over all parameters
 
     config.log_every = 10  # steps
-    config.validate_every = 200  # steps; a checkpoint is written there too
-    config.validation_batches = 16  # of the ones during training; at the end all validation text is used
+    config.validate_every = 100  # steps; a checkpoint is written there too
+    config.validation_batches = 24  # at most, spread over the validation text; at the end all of it is used
 
     config.sample = ConfigDict()
     config.sample.prompt = ""  # "" = the first 32 characters of the validation text

@@ -72,12 +72,14 @@ def plot_losses(metrics: list[dict[str, Any]], trigram_bits: float, title: str, 
         ("train_bits", "training", {"color": "tab:blue", "alpha": 0.7, "linewidth": 1.2}),
         ("validation_bits", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
     ]:
-        points = [(line["tokens"], line[key]) for line in metrics if key in line]
+        points = [(line["tokens"] / 1e6, line[key]) for line in metrics if key in line]
         axes.plot(*np.array(points).T, label=label, **style)
     axes.axhline(trigram_bits, color="tab:gray", linestyle="--", label=f"trigram, {trigram_bits:.2f}")
     validation = [line["validation_bits"] for line in metrics if "validation_bits" in line]
-    axes.set(xlabel="training tokens", ylabel="bits a character", title=f"{title}: validation {validation[-1]:.2f}")
-    axes.set_ylim(min(1.0, min(validation)) if validation else 0, None)
+    axes.set(
+        xlabel="million training tokens", ylabel="bits a character", title=f"{title}: validation {validation[-1]:.2f}"
+    )
+    axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -210,7 +210,7 @@ def token_losses(graphdef, params, batch: Batch) -> Array:
 
 
 def make_evaluate(graphdef, corpus: Corpus, config: Config) -> Callable[[Any, int | None], float]:
-    """(params, number of batches, None = all) -> bits a character of the validation text."""
+    """(params, the most batches to use, None = all) -> bits a character of the validation text."""
 
     @jax.jit
     def weighted_sum(params, batch: Batch, weights: Array) -> Array:
@@ -218,8 +218,10 @@ def make_evaluate(graphdef, corpus: Corpus, config: Config) -> Callable[[Any, in
 
     def evaluate(params, limit: int | None = None) -> float:
         batches = validation_batches(corpus.validation, batch_size=config.batch_size, context=config.context)
+        available = -(-(len(corpus.validation) - 1) // (config.batch_size * config.context))
+        stride = 1 if limit is None else -(-available // limit)
         total = count = 0.0
-        for batch, weights in itertools.islice(batches, limit):
+        for batch, weights in itertools.islice(batches, 0, None, stride):
             total += float(weighted_sum(params, batch, weights))
             count += float(weights.sum())
         return total / count * BITS
