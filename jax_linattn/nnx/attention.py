@@ -38,8 +38,8 @@ class LinearAttention(nnx.Module):
       num_kv_heads: K, heads of keys and values, which divides H; None = H.
       feature_map: φ: a function or pytree from `feature_maps`; a learnable map as an `nnx.Module` subclass such as
         `Hedgehog`, made once for queries and once for keys with ``cls(heads, head_dim, rngs=rngs)``; one instance, for
-        both; or `FeatureMap(query=..., key=...)` of any of these but a class. Arrays in it are part of the module's
-        state, not `nnx.Param`s unless they are.
+        both; or `FeatureMap(query=..., key=...)` of any of these but a class. Arrays of a map that is no module, such as
+        a `favor_plus` projection, are kept as `Constant`s: saved with the model, and no parameters.
       is_causal: attend to tokens at or before the query alone.
       normalize: divide by the sum of weights.
       eps: added to that sum.

@@ -11,6 +11,10 @@ from jax import Array
 from jax_linattn import feature_maps, layers
 
 
+class Constant(nnx.Variable):
+    """An array of a feature map that is saved and restored with the model and not trained, such as a projection."""
+
+
 class Hedgehog(nnx.Module):
     """φ(x) = [softmax(xW + b), softmax(-xW - b)], with one W and b a head; W starts as the identity, b as zeros.
 
@@ -78,16 +82,17 @@ class T2R(nnx.Module):
 
 
 def as_attribute(feature_map):
-    """A map as Flax keeps it in a module: data where it holds arrays, static otherwise."""
+    """A map as Flax keeps it in a module: data, with its arrays as `Constant`s, or static where it holds none."""
     if isinstance(feature_map, nnx.Module) or jax.tree_util.all_leaves([feature_map]):
         return feature_map
-    return nnx.data(feature_map)
+    return nnx.data(jax.tree.map(Constant, feature_map))
 
 
 def as_pure_function(feature_map):
     """A map as a pytree of its arrays: the forms call it inside scans, where variables may not be touched."""
     if not isinstance(feature_map, nnx.Module):
-        return feature_map
+        is_constant = lambda x: isinstance(x, Constant)
+        return jax.tree.map(lambda x: x[...] if is_constant(x) else x, feature_map, is_leaf=is_constant)
     graphdef, state = nnx.split(feature_map)
     return jax.tree_util.Partial(functools.partial(_call_merged, graphdef), state)
 
