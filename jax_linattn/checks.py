@@ -154,7 +154,7 @@ def length_mask(name: str, lengths, batch: int, length: int) -> Array | None:
     if lengths is None:
         return None
     lengths = integers(name, lengths, (batch,), "[B]")
-    return jnp.arange(length)[None, :] < lengths[:, None].astype(jnp.int32)
+    return jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None].astype(jnp.int32)
 
 
 def segments(segment_ids, batch: int, query_length: int, key_length: int, is_causal: bool):
