@@ -40,7 +40,7 @@ def row_weights(tokens: Tokens, rule: Rule, is_causal: bool) -> Array:
     heads = Heads.of(num_query, num_key, num_key)
     tokens = jax.tree.map(lambda x: x[None], tokens)
     weights = _weights(tokens, rule, heads, is_causal)[0]  # [B, G, r·T, S]
-    weights = weights.reshape(weights.shape[0], max(num_query, num_key), -1, weights.shape[-1])
+    weights = weights.reshape(weights.shape[0], max(num_query, num_key), tokens.query.shape[2], weights.shape[-1])
     weights = divide(weights, jnp.sum(weights, axis=-1, keepdims=True) + rule.eps)
     if tokens.query_mask is not None:
         weights = jnp.where(tokens.query_mask[0, :, None, :, None], weights, 0)
