@@ -46,7 +46,7 @@ def vary_with(tree, *sources):
     scalars = [
         lax.stop_gradient(leaf[(slice(0, 1),) * leaf.ndim].reshape(()))
         for leaf in jax.tree.leaves(sources)
-        if isinstance(leaf, Array) and leaf.size and getattr(jax.typeof(leaf), "vma", None)
+        if isinstance(leaf, Array) and leaf.size and _varying_axes(leaf)
     ]
 
     def vary(x):
@@ -55,3 +55,9 @@ def vary_with(tree, *sources):
         return x
 
     return jax.tree.map(vary, tree)
+
+
+def _varying_axes(x: Array):
+    """The axes of `shard_map` that x varies over; the name of the attribute differs between versions of jax."""
+    kind = jax.typeof(x)
+    return getattr(kind, "vma", None) or getattr(getattr(kind, "manual_axis_type", None), "varying", None)

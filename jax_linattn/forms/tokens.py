@@ -102,9 +102,10 @@ def new_state(rule: Rule, tokens: Tokens) -> LinearAttentionState:
 
 def initial_carry(rule: Rule, tokens: Tokens, state: LinearAttentionState | None):
     """(state, run): the carry before the first token; `run` is the [B] index of the run the state belongs to, or None."""
-    run = None if tokens.key_segment is None else jnp.zeros_like(tokens.key_segment[:, 0])
+    runs = tokens.key_segment
+    run = None if runs is None else vary_with(jnp.zeros_like(runs[:, 0]), runs)  # as the runs that follow it vary
     state = new_state(rule, tokens) if state is None else state
-    return vary_with((state, run), tokens, rule)
+    return vary_with(state, tokens, rule), run
 
 
 def count_runs(segment_ids: Array, first: Array) -> Array:
