@@ -148,7 +148,7 @@ FavorKind = Literal["positive", "hyperbolic", "trig"]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["projection"], meta_fields=["kind"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed as an object: arrays can be neither
 class FavorPlus:
     """The random feature map of `favor_plus`: ``projection [F', D]`` is a leaf, drawn once.
 
