@@ -268,13 +268,14 @@ def test_learnable_maps_start_as_said():
     assert abs(float(jnp.std(spread)) * 40**0.5 - 1) < 0.02  # LeCun: variance 1/D for each head
 
 
-@pytest.mark.parametrize("cls", [Hedgehog, T2R])
-def test_learnable_maps_learn_in_every_form(cls):
+def test_learnable_maps_learn_in_every_form():
     """One set of weights a head, for queries and for keys, and the same gradient through scans and checkpoints."""
     with x64():
         x = inputs(1, 19, dtype=jnp.float64)
-        maps = [cls(heads, 2, param_dtype=jnp.float64, rngs=nnx.Rngs(heads)) for heads in (HEADS, 2)]
-        options = {"num_kv_heads": 2, "is_causal": True, "param_dtype": jnp.float64, "feature_map": FeatureMap(*maps)}
+        wide = {"param_dtype": jnp.float64}
+        query_map, key_map = Hedgehog(HEADS, 2, **wide), T2R(2, 2, num_features=4, rngs=nnx.Rngs(0), **wide)
+        maps = FeatureMap(query=query_map, key=key_map)
+        options = {"feature_map": maps, "num_kv_heads": 2, "is_causal": True, **wide}
         forms = [{"implementation": "quadratic"}, {"implementation": "chunked", "chunk_size": 1}]
         expected, actual = (value_and_gradients(layer(**options, **form), x)[1] for form in forms)
         jax.tree.map(lambda a, b: assert_close(a, b, floor=0.1), actual, expected)
