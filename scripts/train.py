@@ -1,10 +1,9 @@
 """Trains a language model: python scripts/train.py --config=configs/small.py --config.steps=2000"""
 
-from pathlib import Path
-
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from jax_linattn.lm.checkpoint import SAMPLE, run_folder
 from jax_linattn.lm.train import prepare, train
 
 CONFIG = config_flags.DEFINE_config_file("config", "configs/small.py", "options; override one with --config.NAME=VALUE")
@@ -18,12 +17,12 @@ def main(argv):
         logging.set_verbosity(logging.WARNING)  # absl's default is to tell of every file that orbax writes
     config = CONFIG.value
     try:
-        run = prepare(config, Path(WORKDIR.value) / config.name)
+        run = prepare(config, run_folder(WORKDIR.value, config.name))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     print(run.description())
     summary = train(run)
-    print(f"\n{(run.folder / 'sample.txt').read_text()}\n\n{summary}")
+    print(f"\n{(run.folder / SAMPLE).read_text(encoding='utf-8')}\n\n{summary}")
 
 
 if __name__ == "__main__":

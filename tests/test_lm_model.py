@@ -187,6 +187,8 @@ def test_errors():
         model(jnp.zeros((1, 3), jnp.int32), decode=True)
     with pytest.raises(ValueError, match="key must be a PRNG key unless temperature is 0"):
         generate(model, jnp.zeros((1, 3), jnp.int32), 2)
+    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
+        generate(model, jnp.zeros((1, 3), jnp.int32), 2, temperature=-1, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"prompts must be \[B, T >= 1\]"):
         generate(model, jnp.zeros((1, 0), jnp.int32), 2, temperature=0)
     with pytest.raises(ValueError, match="none of them empty"):

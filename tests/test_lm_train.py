@@ -177,7 +177,10 @@ def test_options_that_will_not_do(tmp_path):
         ("steps", 0, "steps must be a positive whole number"),
         ("context", 5000, "too few for sequences of 5000"),
         ("warmup_steps", 45, "warmup_steps must be below steps"),
+        ("learning_rate", 0.0, "learning_rate must be above 0"),
+        ("seed", -1, "seed must be at least 0"),
         ("sample.prompt", "Ä", "lacks: 'Ä'"),
+        ("sample.temperature", -1.0, "sample.temperature must be at least 0"),
         ("model.attention", "mamba", "model.attention must be one of"),
     ]:
         config = tiny_config(tmp_path)
@@ -187,6 +190,9 @@ def test_options_that_will_not_do(tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(AttributeError):
         tiny_config(tmp_path).learning_rat = 1.0
+    for name in ("", "..", "a/b"):
+        with pytest.raises(ValueError, match="name must be that of a folder"):
+            checkpoint.run_folder(tmp_path, name)
     with pytest.raises(ValueError, match="holds no checkpoints"):
         checkpoint.load_model(tmp_path)
 

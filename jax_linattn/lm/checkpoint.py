@@ -25,6 +25,16 @@ from jax_linattn.lm.model import Decoder, ModelConfig
 CONFIG, METRICS, PLOT, SAMPLE, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"
 
 
+def run_folder(parent: str | Path, name: str) -> Path:
+    """The folder of the run of this name.
+
+    Raises:
+      ValueError: if the name is not that of a folder just below the parent.
+    """
+    require(name not in ("", ".", "..") and Path(name).name == name, f"name must be that of a folder, got {name!r}")
+    return Path(parent) / name
+
+
 def claim_folder(folder: Path, *, overwrite: bool) -> None:
     """Makes the folder, without an earlier run in it.
 

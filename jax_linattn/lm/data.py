@@ -130,8 +130,7 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     tokens = vocabulary.encode(text)
     split = len(tokens) - int(len(tokens) * VALIDATION_FRACTION)
     corpus = Corpus(vocabulary, tokens[:split], tokens[split:])
-    shortest = min(len(corpus.train), len(corpus.validation) * 2)
-    if shortest < context + 1:
+    if len(corpus.train) <= context or len(corpus.validation) < 2:
         raise ValueError(
             f"corpus {path or 'pydoc_data.topics'!r} has {len(tokens)} characters, too few for sequences of {context}: "
             f"give more text or a shorter context"

@@ -44,8 +44,9 @@ def generate(
     """
     require(jnp.ndim(prompts) == 2 and prompts.shape[1] > 0, f"prompts must be [B, T >= 1], got {jnp.shape(prompts)}")
     require(length >= 0, f"length must be at least 0, got {length}")
-    is_greedy = isinstance(temperature, int | float) and temperature == 0
-    require(is_greedy or key is not None, "key must be a PRNG key unless temperature is 0, got None")
+    known = isinstance(temperature, int | float)
+    require(not known or temperature >= 0, f"temperature must be at least 0, got {temperature}")
+    require(key is not None or (known and temperature == 0), "key must be a PRNG key unless temperature is 0, got None")
     key = jax.random.key(0) if key is None else key
     graphdef, state = nnx.split(model)
     temperature = jnp.asarray(temperature, jnp.float32)

@@ -68,8 +68,7 @@ def prepare(config: Config, folder: str | Path) -> Run:
     Raises:
       ValueError: on an option or corpus that will not do, or a folder that holds a run; nothing has been written then.
     """
-    for name in ("context", "batch_size", "steps", "log_every", "validate_every", "validation_batches"):
-        check_positive_int(name, config[name])
+    _check_options(config)
     corpus = load_corpus(config.corpus, config.context)
     corpus.vocabulary.encode(config.sample.prompt)
     model_config = ModelConfig(vocabulary_size=corpus.vocabulary.size, **config.model)
@@ -81,6 +80,17 @@ def prepare(config: Config, folder: str | Path) -> Run:
     checkpoint.claim_folder(folder, overwrite=config.overwrite)
     (folder / checkpoint.CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     return Run(config, folder, corpus, graphdef, optimizer, TrainState(params, optimizer.init(params)), batches)
+
+
+def _check_options(config: Config) -> None:
+    for name in ("context", "batch_size", "steps", "log_every", "validate_every", "validation_batches"):
+        check_positive_int(name, config[name])
+    for name, value in {"learning_rate": config.learning_rate, "clip_norm": config.clip_norm}.items():
+        require(value > 0, f"{name} must be above 0, got {value}")
+    not_negative = {"seed": config.seed, "weight_decay": config.weight_decay}
+    not_negative |= {f"sample.{name}": config.sample[name] for name in ("length", "temperature")}
+    for name, value in not_negative.items():
+        require(value >= 0, f"{name} must be at least 0, got {value}")
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
@@ -169,7 +179,7 @@ def _finish(run: Run, state: TrainState, line: dict[str, Any], trigram: float) -
     model = nnx.merge(run.graphdef, nnx.State(state.params))
     how = {"temperature": config.sample.temperature, "seed": config.seed}
     (written,) = continue_texts(model, vocabulary, [prompt], config.sample.length, **how)
-    (run.folder / checkpoint.SAMPLE).write_text(prompt + written + "\n")
+    (run.folder / checkpoint.SAMPLE).write_text(prompt + written + "\n", encoding="utf-8")
     metrics = report.read_metrics(run.folder / checkpoint.METRICS)
     report.plot_losses(metrics, trigram, config.name, run.folder / checkpoint.PLOT)
     summary = report.Summary(
