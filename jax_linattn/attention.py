@@ -1,18 +1,18 @@
 """The public functions: check, bring to one layout, choose a form."""
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, dtypes
 
 from jax_linattn import checks, feature_maps
 from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.forms import associative, chunked, quadratic, recurrent
-from jax_linattn.forms.tokens import Rule, Tokens, count_runs, new_state
+from jax_linattn.forms.tokens import Rule, Tokens, count_runs
 from jax_linattn.selection import select_chunk_size, select_implementation
-from jax_linattn.state import LinearAttentionState, empty_state, num_features, vary_with
+from jax_linattn.state import LinearAttentionState, empty_state, vary_with
 
 Implementation = Literal["quadratic", "recurrent", "associative", "chunked"]
 
@@ -26,6 +26,16 @@ BIDIRECTIONAL_FORMS = {
     "quadratic": quadratic.bidirectional,
     "chunked": chunked.bidirectional,
 }
+
+
+class Hiding(NamedTuple):
+    """The optional arguments that hide tokens from one another, as they were passed."""
+
+    mask: Any
+    segment_ids: Any
+    query_seq_lengths: Any
+    key_value_seq_lengths: Any
+    state_segment_ids: Any = None
 
 
 def linear_attention(
@@ -55,8 +65,9 @@ def linear_attention(
     Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236.
 
     Sums over time and the division are float32 (float64 for float64 inputs), whatever the inputs. With ``eps=0`` values
-    and gradients are those of the exact ratio; a query that sees no key gets 0. 16-bit inputs are computed with in
-    float32, and the output rounded once.
+    and gradients are those of the exact ratio, however small the sum of φ(k), while φ(k)·v stays a normal float and
+    v / Σφ(k) a finite one; a query that sees no key gets 0. 16-bit inputs are computed with in float32, and the output is
+    rounded once.
 
     Args:
       query: [B, T, H, D], or unbatched [T, H, D].
@@ -72,9 +83,11 @@ def linear_attention(
       log_decay: natural log of the decay a token. Not supported yet.
       segment_ids: int [B, T], runs of equal ids that do not come back: a query sees keys with its id alone, so packed
         documents stay apart. Not causal: also a pair (query ids [B, T], key ids [B, S]). Unbatched without B.
-      query_seq_lengths: int [B]: output rows from here on are 0.
-      key_value_seq_lengths: int [B]: keys from here on are removed.
-      chunk_size: C, tokens a chunk (a block, in the recurrent form); None chooses. It changes speed and memory alone.
+      query_seq_lengths: int [B], unbatched []: output rows from here on are 0, whatever their queries hold. (Not causal, a
+        mask is of keys alone: a NaN in the query of a pad is this argument's to hide.)
+      key_value_seq_lengths: int [B], unbatched []: keys from here on are removed.
+      chunk_size: C, tokens a chunk (a block, in the recurrent form; of no meaning in the quadratic one); None chooses. It
+        changes speed and memory alone.
       precision: of matrix products, as in `jax.lax.dot_general`; None is JAX's default, which for float32 on a TPU means
         products of bfloat16 parts: ask for "highest" to have float32.
       implementation: a form, "quadratic", "recurrent", "associative" or "chunked" (not causal: "quadratic" or "chunked");
@@ -95,10 +108,10 @@ def linear_attention(
     checks.check_bool("is_causal", is_causal)
     checks.check_one_of("implementation", implementation, [None, *(CAUSAL_FORMS if is_causal else BIDIRECTIONAL_FORMS)])
     (query, key, value), unbatched = checks.sequences(query, key, value, same_length=is_causal)
-    hiding = (mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
-    mask, segment_ids, query_seq_lengths, key_value_seq_lengths = checks.add_batch(hiding) if unbatched else hiding
+    hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
+    hiding = Hiding(*map(checks.add_batch, hiding)) if unbatched else hiding
     rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, is_causal)
-    tokens = _tokens(query, key, value, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, is_causal)
+    tokens = _tokens(query, key, value, hiding, is_causal)
     if is_causal:
         _, output = _causal(tokens, None, rule, chunk_size, implementation)
     else:
@@ -151,9 +164,8 @@ def causal_linear_attention(
     checks.check_one_of("implementation", implementation, [None, *CAUSAL_FORMS])
     (query, key, value), _ = checks.sequences(query, key, value, same_length=True, batched=True)
     rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, True)
-    tokens = _tokens(
-        query, key, value, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, True, state_segment_ids
-    )
+    hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths, state_segment_ids)
+    tokens = _tokens(query, key, value, hiding, is_causal=True)
     return _causal(tokens, state, rule, chunk_size, implementation)
 
 
@@ -192,8 +204,8 @@ def linear_attention_step(
     rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, True)
     mask = checks.token_mask(mask, query.shape[0])
     tokens = Tokens(query, key, value, query_mask=mask, key_mask=mask)
-    _check_features_and_state(tokens, state, rule)
-    return _compiled(_step, rule)(tokens, state, rule)
+    checks.check_state_type(state)
+    return _compiled(_step, rule)(tokens, _checked_state(state, tokens, rule), rule)
 
 
 def init_state(key: Any, value: Any, *, feature_map: Any = feature_maps.elu_plus_one) -> LinearAttentionState:
@@ -212,11 +224,11 @@ def init_state(key: Any, value: Any, *, feature_map: Any = feature_maps.elu_plus
       ValueError: naming the argument, what it got and what would be right.
     """
     checks.keys_and_values(key, value)
-    _, key_map = feature_maps.split(feature_map)  # the query map may be made for another number of heads
-    checks.check_features(key_map, key.shape[-2], key.shape[-2], key.shape[-1], key.dtype)
-    num_heads = max(key.shape[-2], value.shape[-2])
-    features = num_features(feature_map, key.shape[-2], key.shape[-1], key.dtype)
-    state = empty_state(key.shape[0], num_heads, features, value.shape[-1], accumulator_dtype(key.dtype))
+    checks.check_feature_map(feature_map)
+    feature_map = feature_maps.as_pytree(feature_map)
+    num_heads, dtype = max(key.shape[-2], value.shape[-2]), dtypes.canonicalize_dtype(key.dtype)
+    features = checks.check_features(feature_map, {"key": key.shape[-2]}, key.shape[-1], dtype)
+    state = empty_state(key.shape[0], num_heads, features, value.shape[-1], accumulator_dtype(dtype))
     return vary_with(state, key, value, feature_map)
 
 
@@ -247,11 +259,11 @@ def attention_weights(
     """
     checks.check_bool("is_causal", is_causal)
     (query, key, _), unbatched = checks.sequences(query, key, key, same_length=is_causal)
-    hiding = (mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
-    mask, segment_ids, query_seq_lengths, key_value_seq_lengths = checks.add_batch(hiding) if unbatched else hiding
+    hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
+    hiding = Hiding(*map(checks.add_batch, hiding)) if unbatched else hiding
     rule = _rule(feature_map, True, eps, None, precision, log_decay, is_causal)
-    tokens = _tokens(query, key, key, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, is_causal)
-    _check_features_and_state(tokens, None, rule)
+    tokens = _tokens(query, key, key, hiding, is_causal)
+    _checked_state(None, tokens, rule)
     weights = quadratic.row_weights(tokens, rule, is_causal)
     return weights[0] if unbatched else weights
 
@@ -267,23 +279,21 @@ def _rule(feature_map, normalize, eps, scale, precision, log_decay, is_causal) -
     return Rule(feature_maps.as_pytree(feature_map), scale, normalize, float(eps), precision)
 
 
-def _tokens(
-    query, key, value, mask, segment_ids, query_seq_lengths, key_value_seq_lengths, is_causal, state_segment_ids=None
-) -> Tokens:
+def _tokens(query, key, value, hiding: Hiding, is_causal: bool) -> Tokens:
     """Everything that hides tokens, as one mask of queries, one of keys, and segments."""
     batch, query_length, key_length = *query.shape[:2], key.shape[1]
-    mask = checks.key_mask(mask, batch, key_length)
-    key_mask = _both(mask, checks.length_mask("key_value_seq_lengths", key_value_seq_lengths, batch, key_length))
-    query_mask = checks.length_mask("query_seq_lengths", query_seq_lengths, batch, query_length)
+    mask = checks.key_mask(hiding.mask, batch, key_length)
+    key_mask = _both(mask, checks.length_mask("key_value_seq_lengths", hiding.key_value_seq_lengths, batch, key_length))
+    query_mask = checks.length_mask("query_seq_lengths", hiding.query_seq_lengths, batch, query_length)
     if is_causal:
         query_mask = _both(mask, query_mask)
-    query_segment, key_segment = checks.segments(segment_ids, batch, query_length, key_length, is_causal)
-    if state_segment_ids is not None:
-        checks.require(segment_ids is not None, "state_segment_ids needs segment_ids")
-        state_segment_ids = checks.integers("state_segment_ids", state_segment_ids, (batch,), "[B]")
+    query_segment, key_segment = checks.segments(hiding.segment_ids, batch, query_length, key_length, is_causal)
+    first = hiding.state_segment_ids
+    if first is not None:
+        checks.require(hiding.segment_ids is not None, "state_segment_ids needs segment_ids")
+        first = checks.integers("state_segment_ids", first, (batch,), "[B]")
     if is_causal and query_segment is not None and query_length:
-        first = query_segment[:, 0] if state_segment_ids is None else state_segment_ids
-        query_segment = key_segment = count_runs(query_segment, first)
+        query_segment = key_segment = count_runs(query_segment, query_segment[:, 0] if first is None else first)
     return Tokens(query, key, value, query_mask, key_mask, query_segment, key_segment)
 
 
@@ -291,46 +301,50 @@ def _both(a: Array | None, b: Array | None) -> Array | None:
     return b if a is None else a if b is None else a & b
 
 
-def _check_features_and_state(tokens: Tokens, state: LinearAttentionState | None, rule: Rule) -> int:
-    """Returns F."""
-    (num_query, dim), num_key = tokens.query.shape[-2:], tokens.key.shape[-2]
-    features = checks.check_features(rule.feature_map, num_query, num_key, dim, tokens.key.dtype)
-    if state is not None:
-        num_value, value_dim = tokens.value.shape[-2:]
-        num_state = max(num_key, num_value)
-        checks.check_state(state, tokens.query.shape[0], num_state, features, value_dim, tokens.key.dtype)
-    return features
+def _checked_state(state: LinearAttentionState | None, tokens: Tokens, rule: Rule) -> LinearAttentionState:
+    """The state, which fits tokens and rule; the empty one for None."""
+    batch, num_query, num_key = tokens.query.shape[0], tokens.query.shape[-2], tokens.key.shape[-2]
+    num_value, value_dim = tokens.value.shape[-2:]
+    heads, dtype = {"query": num_query, "key": num_key}, tokens.key.dtype
+    features = checks.check_features(rule.feature_map, heads, tokens.key.shape[-1], dtype)
+    empty = functools.partial(
+        empty_state, batch, max(num_key, num_value), features, value_dim, accumulator_dtype(dtype)
+    )
+    if state is None:
+        return empty()
+    checks.check_state(state, jax.eval_shape(empty))
+    return state
 
 
 # --- from tokens and rule to a form -----------------------------------------------------------------------------------
 
 
 def _causal(tokens: Tokens, state, rule: Rule, chunk_size, implementation) -> tuple[LinearAttentionState, Array]:
-    chunk_size, implementation = _choose(tokens, state, rule, chunk_size, implementation, is_causal=True)
+    state = _checked_state(state, tokens, rule)
+    chunk_size, implementation = _choose(tokens, state, chunk_size, implementation)
     if 0 in tokens.query.shape[:2]:
-        state = new_state(rule, tokens) if state is None else state
         return state, _empty_output(tokens)
     return _compiled(CAUSAL_FORMS[implementation], rule)(tokens, state, rule, chunk_size)
 
 
 def _bidirectional(tokens: Tokens, rule: Rule, chunk_size, implementation) -> Array:
-    chunk_size, implementation = _choose(tokens, None, rule, chunk_size, implementation, is_causal=False)
+    state = _checked_state(None, tokens, rule)
+    chunk_size, implementation = _choose(tokens, state, chunk_size, implementation)
     if 0 in (*tokens.query.shape[:2], tokens.key.shape[1]):
         return _empty_output(tokens)
-    return _compiled(BIDIRECTIONAL_FORMS[implementation], rule)(tokens, rule, chunk_size)
+    return _compiled(BIDIRECTIONAL_FORMS[implementation], rule)(tokens, state, rule, chunk_size)
 
 
-def _choose(tokens: Tokens, state, rule: Rule, chunk_size, implementation, *, is_causal) -> tuple[int | None, str]:
+def _choose(tokens: Tokens, state: LinearAttentionState, chunk_size, implementation) -> tuple[int | None, str]:
     checks.check_positive_int("chunk_size", chunk_size)
-    features = _check_features_and_state(tokens, state, rule)
-    lengths, backend = (tokens.query.shape[1], tokens.key.shape[1]), jax.default_backend()
-    implementation = implementation or select_implementation(
-        *lengths, features, tokens.value.shape[-1], is_causal=is_causal, backend=backend
-    )
-    longest = max(*lengths, 1)
+    query_length, key_length = tokens.query.shape[1], tokens.key.shape[1]
+    implementation = implementation or select_implementation(query_length, key_length, *state.kv.shape[-2:])
+    longest = max(query_length, key_length, 1)
     if chunk_size is not None:
         return min(chunk_size, longest), implementation
-    return (None if implementation == "recurrent" else select_chunk_size(longest, backend=backend)), implementation
+    if implementation == "recurrent":
+        return None, implementation  # it chooses its own blocks
+    return select_chunk_size(longest, backend=jax.default_backend()), implementation
 
 
 def _empty_output(tokens: Tokens) -> Array:

@@ -1,9 +1,11 @@
 """Checks of what users pass in. Each error names the argument, what it got, and what would be right."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, dtypes
 
 from jax_linattn import feature_maps
 from jax_linattn.dtypes import accumulator_dtype
@@ -116,12 +118,18 @@ def keys_and_values(key, value) -> None:
         f"key and value must have the same batch, length and dtype, got {key.dtype} {key.shape} and "
         f"{value.dtype} {value.shape}",
     )
-    check_heads(key.shape[-2], key.shape[-2], value.shape[-2])
+    num_key, num_value = key.shape[-2], value.shape[-2]
+    require(
+        min(num_key, num_value) > 0 and max(num_key, num_value) % min(num_key, num_value) == 0,
+        f"of the {num_key} key heads and {num_value} value heads the smaller number must divide the larger, and be at least 1",
+    )
 
 
-def add_batch(arguments):
-    """A leading axis for every array among the optional arguments of an unbatched call."""
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], arguments)
+def add_batch(argument):
+    """A leading axis for an optional argument of an unbatched call; what is no array is left for its own check to name."""
+    if isinstance(argument, tuple):
+        return tuple(map(add_batch, argument))
+    return jnp.asarray(argument)[None] if isinstance(argument, list | int) or hasattr(argument, "shape") else argument
 
 
 def key_mask(mask, batch: int, length: int) -> Array | None:
@@ -146,7 +154,7 @@ def integers(name: str, x, shape: tuple[int, ...], meaning: str) -> Array:
     require(hasattr(x, "dtype") or isinstance(x, list | int), message)
     x = jnp.asarray(x)
     require(jnp.issubdtype(x.dtype, jnp.integer) and x.shape == shape, message)
-    return x
+    return x.astype(dtypes.canonicalize_dtype(int))  # one dtype, so that ids of different arrays compare
 
 
 def length_mask(name: str, lengths, batch: int, length: int) -> Array | None:
@@ -154,7 +162,7 @@ def length_mask(name: str, lengths, batch: int, length: int) -> Array | None:
     if lengths is None:
         return None
     lengths = integers(name, lengths, (batch,), "[B]")
-    return jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None].astype(jnp.int32)
+    return jnp.arange(length, dtype=lengths.dtype)[None, :] < lengths[:, None]
 
 
 def segments(segment_ids, batch: int, query_length: int, key_length: int, is_causal: bool):
@@ -192,61 +200,91 @@ def token_mask(mask, batch: int) -> Array | None:
 
 def check_rule(feature_map, normalize, eps, scale) -> None:
     check_bool("normalize", normalize)
-    require(
-        isinstance(eps, int | float | np.number) and eps >= 0,
-        f"eps must be a number >= 0 that is known when compiling, got {eps!r}",
-    )
+    is_number = isinstance(eps, int | float | np.number) and not isinstance(eps, bool)
+    require(is_number and eps >= 0, f"eps must be a number >= 0 that is known when compiling, got {eps!r}")
     require(eps == 0 or normalize, f"eps is added to the normaliser, so it needs normalize=True; got eps={eps!r}")
+    check_feature_map(feature_map)
+    if scale is None:
+        return
+    require(not normalize, f"scale needs normalize=False: it cancels in a normalised output; got scale={scale!r}")
+    is_real = isinstance(scale, int | float) or jnp.issubdtype(getattr(scale, "dtype", None), jnp.floating)
     require(
-        scale is None or not normalize,
-        f"scale needs normalize=False: it cancels in a normalised output; got scale={scale!r}",
+        is_real and jnp.ndim(scale) == 0,
+        f"scale must be a real number or a scalar array, got {type(scale).__name__} of shape {np.shape(scale)}",
     )
-    require(scale is None or jnp.ndim(scale) == 0, f"scale must be a number or None, got shape {np.shape(scale)}")
+
+
+def check_feature_map(feature_map, part: str = "feature_map") -> None:
+    """That it can be called, both sides of a `FeatureMap` too."""
+    if isinstance(feature_map, feature_maps.FeatureMap):
+        check_feature_map(feature_map.query, f"{part}.query")
+        check_feature_map(feature_map.key, f"{part}.key")
+        return
+    hint = "; feature_maps.get(name) gives the function of a name" if isinstance(feature_map, str) else ""
+    hint = "; make an instance of the class first" if isinstance(feature_map, type) else hint
     require(
-        callable(feature_map) or isinstance(feature_map, feature_maps.FeatureMap),
-        f"feature_map must be a function [..., heads, D] -> [..., heads, F] or a FeatureMap, got {feature_map!r}"
-        + ("; feature_maps.get(name) gives the function of a name" if isinstance(feature_map, str) else ""),
+        callable(feature_map) and not isinstance(feature_map, type),
+        f"{part} must be a function [..., heads, D] -> [..., heads, F] or a FeatureMap, got {feature_map!r}{hint}",
     )
 
 
-def check_features(feature_map, num_query: int, num_key: int, dim: int, dtype) -> int:
-    """Traces the maps on one token each, checks what they return, and gives F."""
+def check_features(feature_map, heads: dict[str, int], dim: int, dtype) -> int:
+    """Traces the maps on one token, checks what they return, and gives F.
 
-    def trace(name, function, heads):
-        token = jax.ShapeDtypeStruct((1, heads, dim), accumulator_dtype(dtype))
-        result = jax.eval_shape(function, token)
+    Args:
+      feature_map: as a pytree, see `feature_maps.as_pytree`.
+      heads: {"query": H, "key": K}, or one of them.
+      dim: D.
+      dtype: of queries and keys.
+    """
+    heads, dtype = tuple(heads.items()), accumulator_dtype(dtype)
+    if not feature_maps.is_own(feature_map):
+        return _trace_features(lambda _: feature_map, (), heads, dim, dtype)
+    leaves, structure = jax.tree.flatten(feature_map)
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return _trace_own_features(structure, shapes, heads, dim, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _trace_own_features(structure, shapes, heads, dim: int, dtype) -> int:
+    """Remembered, so that a decoding loop outside `jit` does not trace the map at every token."""
+    return _trace_features(structure.unflatten, shapes, heads, dim, dtype)
+
+
+def _trace_features(make_map, leaves, heads: tuple[tuple[str, int], ...], dim: int, dtype) -> int:
+    sizes = {}
+    for name, num_heads in heads:
+        token = jax.ShapeDtypeStruct((1, num_heads, dim), dtype)
+        side = ("query", "key").index(name)
+        result = jax.eval_shape(lambda leaves, x, side=side: feature_maps.split(make_map(leaves))[side](x), leaves, token)
         if isinstance(result, tuple) and name == "key":
             raise NotImplementedError("a key map that returns (features, log_scale) is not supported yet")
         phi = result[0] if isinstance(result, tuple) else result
+        fits = getattr(phi, "ndim", None) == 3 and phi.shape[:2] == token.shape[:2] and phi.dtype == token.dtype
         require(
-            getattr(phi, "ndim", None) == 3 and phi.shape[:2] == token.shape[:2] and phi.dtype == token.dtype,
-            f"feature_map must map {name} {token.dtype} [..., {heads}, {dim}] to [..., {heads}, F] of the same dtype; "
-            f"for {token.shape} it gave {phi}",
+            fits and phi.shape[-1] > 0,
+            f"feature_map must map {name} {token.dtype} [..., {num_heads}, {dim}] to [..., {num_heads}, F >= 1] of the same "
+            f"dtype; for {token.shape} it gave {phi}",
         )
-        return phi.shape[-1]
-
-    query_map, key_map = feature_maps.split(feature_map)
-    sizes = trace("query", query_map, num_query), trace("key", key_map, num_key)
-    require(sizes[0] == sizes[1], f"feature_map gives {sizes[0]} features for queries and {sizes[1]} for keys")
-    return sizes[1]
+        sizes[name] = phi.shape[-1]
+    require(len(set(sizes.values())) == 1, f"feature_map gives different numbers of features: {sizes}")
+    return sizes["key"]
 
 
-def check_state(state, batch: int, num_heads: int, num_features: int, value_dim: int, dtype) -> None:
-    """That a state fits these inputs."""
+def check_state(state, empty: LinearAttentionState) -> None:
+    """That a state fits these inputs, whose empty state has the shapes and dtypes of `empty`."""
+    check_state_type(state)
+    for name, want in empty._asdict().items():
+        leaf = getattr(state, name)
+        require(
+            jnp.shape(leaf) == want.shape and jnp.result_type(leaf) == want.dtype,
+            f"state.{name} must be {want.dtype} {want.shape} for these inputs, got {jnp.result_type(leaf)} "
+            f"{jnp.shape(leaf)}; init_state makes one that fits",
+        )
+
+
+def check_state_type(state) -> None:
     require(
         isinstance(state, LinearAttentionState),
         f"state must be a LinearAttentionState, as init_state makes it, got {type(state).__name__}",
     )
-    want_dtype = accumulator_dtype(dtype)
-    want = {
-        "kv": (batch, num_heads, num_features, value_dim),
-        "key_sum": (batch, num_heads, num_features),
-        "log_scale": (batch, num_heads),
-    }
-    for name, shape in want.items():
-        leaf = getattr(state, name)
-        require(
-            jnp.shape(leaf) == shape and jnp.result_type(leaf) == want_dtype,
-            f"state.{name} must be {want_dtype} {shape} for these inputs, got {jnp.result_type(leaf)} "
-            f"{jnp.shape(leaf)}; a state of 16 bits would lose tokens, and init_state makes one that fits",
-        )

@@ -76,7 +76,7 @@ def exp(x: Array) -> Array:
     Reach: sums of exp(x) are float32, so keys beyond about ±87 overflow or vanish. One value above log(3.4e38) = 88.7
     (709.7 in float64) saturates at the largest float, with derivative 0.
     """
-    return _saturating_exp(x)
+    return saturating_exp(x)
 
 
 @_in_float32
@@ -134,7 +134,7 @@ def dpfp(nu: int = 1) -> DPFP:
     https://arxiv.org/abs/2102.11174.
 
     Args:
-      nu: how many shifts; the products are distinct for ν < 2·D.
+      nu: how many shifts; use ν < D: a shift by D gives zeros, and longer ones repeat products.
 
     Raises:
       ValueError: if ν is not a positive whole number.
@@ -184,7 +184,7 @@ class FavorPlus:
 
     def _unscaled(self, x: Array) -> Array:
         features, log_scale = self._scaled(x)
-        return features * _saturating_exp(log_scale)[..., None]
+        return features * saturating_exp(log_scale)[..., None]
 
 
 def favor_plus(
@@ -208,8 +208,8 @@ def favor_plus(
     so causal attention stays strictly causal, and the projection is drawn here and never again: for fresh features call
     this function with a new key.
 
-    Reach: queries of any size are exact. Key features are float32 as they stand, so the positive kinds vanish for keys
-    with |x|²/(2√D) beyond about 87, and "trig" saturates there.
+    Reach: in normalised attention without eps, queries of any size are exact. Key features, and queries otherwise, are
+    float32 as they stand, so the positive kinds vanish for |x|²/(2√D) beyond about 87, and "trig" saturates there.
 
     Args:
       key: a PRNG key.
@@ -230,7 +230,7 @@ def favor_plus(
     if kind not in FavorKind.__args__:
         raise ValueError(f"kind must be one of {list(FavorKind.__args__)}, got {kind!r}")
     draw = _orthogonal_gaussian if orthogonal else jax.random.normal
-    return FavorPlus(draw(key, (num_features, dim), dtype), kind)
+    return FavorPlus(draw(key, (num_features, dim), accumulator_dtype(dtype)).astype(dtype), kind)
 
 
 def _orthogonal_gaussian(key: Array, shape: tuple[int, int], dtype) -> Array:
@@ -255,7 +255,7 @@ def hedgehog(x: Array, kernel: Array, bias: Array) -> Array:
     Zhang et al. 2024, https://arxiv.org/abs/2402.04347.
     """
     y = _project(x, kernel, bias)
-    return jnp.concatenate([jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)], axis=-1)
+    return jnp.concatenate([jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)], axis=-1).astype(x.dtype)
 
 
 def t2r(x: Array, kernel: Array, bias: Array) -> Array:
@@ -263,12 +263,13 @@ def t2r(x: Array, kernel: Array, bias: Array) -> Array:
 
     Kasai et al. 2021, https://arxiv.org/abs/2103.13076.
     """
-    return jax.nn.relu(_project(x, kernel, bias))
+    return jax.nn.relu(_project(x, kernel, bias)).astype(x.dtype)
 
 
 def _project(x: Array, kernel: Array, bias: Array) -> Array:
-    y = jnp.einsum("...hd,hdf->...hf", x, kernel.astype(x.dtype))
-    return y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
+    dtype = accumulator_dtype(x.dtype)
+    y = jnp.einsum("...hd,hdf->...hf", x.astype(dtype), kernel.astype(dtype))
+    return y + jnp.broadcast_to(bias.astype(dtype), y.shape)
 
 
 # --- maps for queries and keys ----------------------------------------------------------------------------------------
@@ -292,7 +293,9 @@ class FeatureMap:
 
 def split(feature_map) -> tuple[Map, Map]:
     """The maps of the queries and of the keys."""
-    if isinstance(feature_map, FeatureMap | FavorPlus):
+    if isinstance(feature_map, FeatureMap):
+        return split(feature_map.query)[0], split(feature_map.key)[1]
+    if isinstance(feature_map, FavorPlus):
         return feature_map.query, feature_map.key
     return feature_map, feature_map
 
@@ -337,7 +340,7 @@ def get(name: str) -> Map:
     return _BY_NAME[name]
 
 
-def _saturating_exp(x: Array) -> Array:
+def saturating_exp(x: Array) -> Array:
     """exp(x), the largest float where that would overflow: inf would make NaN out of every zero tangent."""
     limit = np.nextafter(np.log(jnp.finfo(x.dtype).max).astype(x.dtype), np.array(0, x.dtype))
     return jnp.exp(jnp.minimum(x, limit))

@@ -3,26 +3,21 @@
 QUADRATIC_AT_MOST = 128  # tokens; the weights of longer sequences are never formed unasked
 
 
-def select_implementation(
-    query_length: int, key_length: int, num_features: int, value_dim: int, *, is_causal: bool, backend: str
-) -> str:
+def select_implementation(query_length: int, key_length: int, num_features: int, value_dim: int) -> str:
     """The form that `implementation=None` stands for.
 
     Quadratic while all T·S weights cost fewer multiplications than going through the state does, and T and S are short;
-    chunked otherwise, on every backend.
+    chunked otherwise. So far the same for causal attention and not, and on every backend.
 
     Args:
       query_length: T.
       key_length: S.
       num_features: F.
       value_dim: E.
-      is_causal: whether the causal forms are asked for.
-      backend: "cpu", "gpu" or "tpu".
 
     Returns:
       A name that `implementation` takes.
     """
-    del is_causal, backend  # the same everywhere so far
     through_weights = query_length * key_length * (num_features + value_dim)
     through_state = (query_length + key_length) * num_features * value_dim
     short = max(query_length, key_length) <= QUADRATIC_AT_MOST

@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_linattn import feature_maps
-from jax_linattn.dtypes import accumulator_dtype
-
 
 class LinearAttentionState(NamedTuple):
     """The running sums S = Σ φ(k) vᵀ and Z = Σ φ(k), up to a factor exp(log_scale) a head.
@@ -28,14 +25,6 @@ def empty_state(batch: int, num_heads: int, num_features: int, value_dim: int, d
         key_sum=jnp.zeros((batch, num_heads, num_features), dtype),
         log_scale=jnp.zeros((batch, num_heads), dtype),
     )
-
-
-def num_features(feature_map, num_heads: int, dim: int, dtype) -> int:
-    """F, found by tracing the key map on one token."""
-    _, key_map = feature_maps.split(feature_map)
-    token = jax.ShapeDtypeStruct((1, num_heads, dim), accumulator_dtype(dtype))
-    features = jax.eval_shape(key_map, token)
-    return jax.tree.leaves(features)[0].shape[-1]
 
 
 def vary_with(tree, *sources):

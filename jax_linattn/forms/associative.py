@@ -11,7 +11,7 @@ from jax_linattn.state import LinearAttentionState
 
 
 def causal(
-    tokens: Tokens, state: LinearAttentionState | None, rule: Rule, chunk_size: int
+    tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int
 ) -> tuple[LinearAttentionState, Array]:
     """All chunks at once; what goes between them is found by `lax.associative_scan`. Holds (T/C)·F·E numbers."""
     heads = Heads.of_tokens(tokens)

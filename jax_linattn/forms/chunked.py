@@ -27,7 +27,7 @@ CHUNKS_PER_BLOCK = 8
 
 
 def causal(
-    tokens: Tokens, state: LinearAttentionState | None, rule: Rule, chunk_size: int
+    tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int
 ) -> tuple[LinearAttentionState, Array]:
     """A scan over blocks of a few chunks; the chunks of a block run in parallel, and a gradient stores a state a block."""
     heads = Heads.of_tokens(tokens)
@@ -42,12 +42,12 @@ def causal(
     return heads.ungroup_state(sums, state.log_scale), _time_from_blocks(outputs, tokens)
 
 
-def bidirectional(tokens: Tokens, rule: Rule, chunk_size: int) -> Array:
-    """One pass over the keys for S and Z, one over the queries to read them."""
+def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> Array:
+    """One pass over the keys for S and Z, on top of the empty `state`; one over the queries to read them."""
     if tokens.key_segment is not None:
-        return _bidirectional_by_segment(tokens, rule, chunk_size)
+        return _bidirectional_by_segment(tokens, state, rule, chunk_size)
     heads = Heads.of_tokens(tokens)
-    state, _ = initial_carry(rule, tokens, None)
+    state, _ = initial_carry(rule, tokens, state)
     block_length = chunk_size * CHUNKS_PER_BLOCK
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -71,7 +71,7 @@ def bidirectional(tokens: Tokens, rule: Rule, chunk_size: int) -> Array:
     return _time_from_blocks(outputs, tokens.queries())
 
 
-def _bidirectional_by_segment(tokens: Tokens, rule: Rule, chunk_size: int) -> Array:
+def _bidirectional_by_segment(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> Array:
     """Causal attention over keys and queries in one row, sorted by segment, each segment's keys before its queries.
 
     So every query finds all keys of its segment before it, whatever the order of the segments on the two sides.
@@ -97,7 +97,7 @@ def _bidirectional_by_segment(tokens: Tokens, rule: Rule, chunk_size: int) -> Ar
         query_segment=runs,
         key_segment=runs,
     )
-    _, output = causal(row, None, rule, chunk_size)
+    _, output = causal(row, state, rule, chunk_size)
     return _take_time(output, jnp.argsort(order, axis=1)[:, num_keys:])
 
 

@@ -1,4 +1,8 @@
-"""Attention inside chunks, and between chunks through the sums that each leaves behind: all forms but the recurrent."""
+"""Attention inside chunks, and between chunks through the sums that each leaves behind: all forms but the recurrent.
+
+Letters of the products: n chunks, b batch, g groups of heads (`heads.py`), c keys of a chunk, f features; x the r·C queries
+of a group, e the b·E values of a group, v its b state heads.
+"""
 
 from collections.abc import Callable
 

@@ -39,7 +39,8 @@ class Heads(NamedTuple):
         if num_query >= num_state:
             return cls(num_state, num_query // num_state, 1)
         groups = max(num_query, num_key)
-        return cls(groups, 1, num_state // groups) if num_state % groups == groups % num_key == 0 else cls(num_state, 1, 1)
+        divide = num_state % groups == groups % num_query == groups % num_key == 0
+        return cls(groups, 1, num_state // groups) if divide else cls(num_state, 1, 1)
 
     @classmethod
     def of_tokens(cls, tokens: Tokens) -> "Heads":
@@ -88,4 +89,5 @@ class Heads(NamedTuple):
 
 def repeat_heads(x: Array, num_heads: int) -> Array:
     """[…, heads, F] to […, num_heads, F], each head repeated in place."""
+    assert num_heads % x.shape[-2] == 0, (num_heads, x.shape)
     return x if x.shape[-2] == num_heads else jnp.repeat(x, num_heads // x.shape[-2], axis=-2)

@@ -12,7 +12,7 @@ from jax_linattn.state import LinearAttentionState
 
 
 def causal(
-    tokens: Tokens, state: LinearAttentionState | None, rule: Rule, chunk_size: int
+    tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int
 ) -> tuple[LinearAttentionState, Array]:
     """One chunk as long as the sequence; `chunk_size` plays no part."""
     del chunk_size
@@ -23,9 +23,9 @@ def causal(
     return heads.ungroup_state(sums, state.log_scale), output[0]
 
 
-def bidirectional(tokens: Tokens, rule: Rule, chunk_size: int) -> Array:
-    """All weights at once; `chunk_size` plays no part."""
-    del chunk_size
+def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> Array:
+    """All weights at once; the empty `state` and `chunk_size` play no part."""
+    del state, chunk_size
     heads = Heads.of_tokens(tokens)
     tokens = jax.tree.map(lambda x: x[None], tokens)
     weights = _weights(tokens, rule, heads, is_causal=False)
@@ -35,7 +35,7 @@ def bidirectional(tokens: Tokens, rule: Rule, chunk_size: int) -> Array:
 
 
 def row_weights(tokens: Tokens, rule: Rule, is_causal: bool) -> Array:
-    """The weights of each query's row, normalised: [B, max(H, K), T, S]. `tokens` holds no values."""
+    """The weights of each query's row, normalised: [B, max(H, K), T, S]. The values in `tokens` are not read."""
     num_query, num_key = tokens.query.shape[-2], tokens.key.shape[-2]
     heads = Heads.of(num_query, num_key, num_key)
     tokens = jax.tree.map(lambda x: x[None], tokens)

@@ -24,7 +24,7 @@ from jax_linattn.state import LinearAttentionState
 
 
 def causal(
-    tokens: Tokens, state: LinearAttentionState | None, rule: Rule, chunk_size: int | None
+    tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int | None
 ) -> tuple[LinearAttentionState, Array]:
     """`lax.scan` of `step`. Blocks of tokens are checkpointed, so a gradient stores a state a block, not a token."""
     length = tokens_length(tokens)

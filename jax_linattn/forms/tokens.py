@@ -14,11 +14,12 @@ from jax import Array, lax
 
 from jax_linattn import feature_maps
 from jax_linattn.dtypes import accumulator_dtype
-from jax_linattn.state import LinearAttentionState, empty_state, num_features, vary_with
+from jax_linattn.state import LinearAttentionState, vary_with
 
 
 class Tokens(NamedTuple):
     """Queries, keys and values before φ, with what hides them. Batch leads, time is axis 1; one token has no time axis.
+    Where a pass is over queries or keys alone, the other side's fields are None.
 
     In causal forms `query_segment` is `key_segment`, a count of the runs of equal ids: 0 is the run that the carried
     state belongs to, and None means that all belong to it.
@@ -77,7 +78,7 @@ def query_features(rule: Rule, tokens: Tokens) -> Array:
     features, log_scale = features if isinstance(features, tuple) else (features, None)
     if rule.normalize and rule.eps == 0:
         return features * _inverse_power_of_two(jnp.max(jnp.abs(features), axis=-1, keepdims=True))
-    return features if log_scale is None else features * jnp.exp(log_scale)[..., None]
+    return features if log_scale is None else features * feature_maps.saturating_exp(log_scale)[..., None]
 
 
 def _inverse_power_of_two(x: Array) -> Array:
@@ -91,26 +92,16 @@ def _inverse_power_of_two(x: Array) -> Array:
     return lax.bitcast_convert_type(inverse << bits(mantissa_bits), x.dtype)
 
 
-def new_state(rule: Rule, tokens: Tokens) -> LinearAttentionState:
-    """The empty state for these tokens, fit to be the carry of a scan over them."""
-    batch, _, num_key_heads, dim = tokens.key.shape
-    features = num_features(rule.feature_map, num_key_heads, dim, tokens.key.dtype)
-    num_heads = max(num_key_heads, tokens.value.shape[-2])
-    dtype = accumulator_dtype(tokens.key.dtype)
-    return empty_state(batch, num_heads, features, tokens.value.shape[-1], dtype)
-
-
-def initial_carry(rule: Rule, tokens: Tokens, state: LinearAttentionState | None):
+def initial_carry(rule: Rule, tokens: Tokens, state: LinearAttentionState):
     """(state, run): the carry before the first token; `run` is the [B] index of the run the state belongs to, or None."""
     runs = tokens.key_segment
     run = None if runs is None else vary_with(jnp.zeros_like(runs[:, 0]), runs)  # as the runs that follow it vary
-    state = new_state(rule, tokens) if state is None else state
     return vary_with(state, tokens, rule), run
 
 
 def count_runs(segment_ids: Array, first: Array) -> Array:
     """Which run of equal ids each token is in, [B, T]; run 0 is the one with the id `first` [B] before all tokens."""
-    previous = jnp.concatenate([first[:, None].astype(segment_ids.dtype), segment_ids[:, :-1]], axis=1)
+    previous = jnp.concatenate([first[:, None], segment_ids[:, :-1]], axis=1)
     return jnp.cumsum(segment_ids != previous, axis=1, dtype=jnp.int32)
 
 
