@@ -248,7 +248,7 @@ def check_map_heads(x: Array, kernel: Array) -> None:
     """A learnable map has weights for so many heads of such a size."""
     require(
         x.shape[-2:] == kernel.shape[:2],
-        f"this feature map is made for [..., heads, D] with (heads, D) = {kernel.shape[:2]}, got {x.shape}; queries and "
+        f"this feature map is for [..., heads, D] with (heads, D) = {kernel.shape[:2]}, got {x.shape}; queries and "
         "keys with different numbers of heads need a map each: FeatureMap(query=..., key=...)",
     )
 

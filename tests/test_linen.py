@@ -99,7 +99,7 @@ def value_and_gradients(module, variables, x, mask=None):
         return jnp.sum(jnp.sin(seen)), output
 
     gradients, output = quick_jit(jax.grad(loss, has_aux=True))(variables["params"])
-    return output, gradients
+    return output, to_numpy(gradients)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

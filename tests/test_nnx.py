@@ -151,7 +151,7 @@ MAPS = {
     "elu_plus_one": lambda: feature_maps.elu_plus_one,
     "hedgehog": lambda: Hedgehog,
     "t2r_pair": lambda: FeatureMap(
-        query=T2R(HEADS, 2, num_features=3, rngs=nnx.Rngs(0)), key=T2R(2, 2, num_features=3, rngs=nnx.Rngs(1))
+        query=T2R(HEADS, 2, num_features=3, rngs=nnx.Rngs(0)), key=functools.partial(T2R, num_features=3)
     ),
     "favor_plus": lambda: feature_maps.favor_plus(jax.random.key(0), 2, 5),
 }

@@ -135,7 +135,7 @@ class LinearAttention(nn.Module):
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = self.qkv_features or inputs.query.shape[-1]
         head_dim = layers.check_sizes(self.num_heads, num_kv_heads, qkv_features)
-        init = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
+        init: dict[str, Any] = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
         query = self._dense("query", (self.num_heads, head_dim), **init)(inputs.query)
         key = self._dense("key", (num_kv_heads, head_dim), **init)(inputs.key)
         value = self._dense("value", (num_kv_heads, head_dim), **init)(inputs.value)
@@ -144,7 +144,7 @@ class LinearAttention(nn.Module):
             query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
         return query, key, value
 
-    def _dense(self, name: str, features, axis=-1, **init) -> nn.DenseGeneral:
+    def _dense(self, name: str, features, axis: Any = -1, **init: Any) -> nn.DenseGeneral:
         return nn.DenseGeneral(
             features,
             axis=axis,

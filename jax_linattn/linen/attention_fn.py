@@ -1,5 +1,6 @@
 """Linear attention for the ``attention_fn=`` hook of `flax.linen.MultiHeadDotProductAttention`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,7 @@ def as_attention_fn(
             dropout_rate=dropout_rate,
             deterministic=deterministic,
             dtype=dtype,
-            sow=module and (lambda weights: module.sow("intermediates", "attention_weights", weights)),
+            sow=None if module is None else functools.partial(module.sow, "intermediates", "attention_weights"),
         )
 
     return linear_attention_fn

@@ -1,6 +1,7 @@
 """Learnable feature maps as Linen modules, and what makes any map fit for the forms."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def _unwrap(feature_map):
     return feature_map.func if is_wrapper else feature_map
 
 
-def _apply(module: nn.Module, variables, x: Array) -> Array:
+def _apply(module: nn.Module, variables, x: Array) -> Any:
     return module.apply(variables, x)
 
 

@@ -14,7 +14,7 @@ from jax import Array
 from jax_linattn import feature_maps, layers
 from jax_linattn.attention import Implementation, init_state
 from jax_linattn.checks import require
-from jax_linattn.nnx.feature_maps import as_attribute, as_pure_function
+from jax_linattn.nnx.feature_maps import as_attribute, as_pure_function, is_module_class
 from jax_linattn.state import LinearAttentionState
 
 default_bias_init = nnx.initializers.zeros_init()
@@ -37,9 +37,9 @@ class LinearAttention(nnx.Module):
       in_kv_features: last axis of inputs_k and inputs_v; None = in_features.
       num_kv_heads: K, heads of keys and values, which divides H; None = H.
       feature_map: φ: a function or pytree from `feature_maps`; a learnable map as an `nnx.Module` subclass such as
-        `Hedgehog`, made once for queries and once for keys with ``cls(heads, head_dim, rngs=rngs)``; one instance, for
-        both; or `FeatureMap(query=..., key=...)` of any of these but a class. Arrays of a map that is no module, such as
-        a `favor_plus` projection, are kept as `Constant`s: saved with the model, and no parameters.
+        `Hedgehog`, or a `functools.partial` of one, called as ``cls(heads, head_dim, rngs=rngs)`` for queries and for
+        keys; one instance, for both; or `FeatureMap(query=..., key=...)` of these. Arrays of a map that is no module,
+        such as a `favor_plus` projection, are kept as `Constant`s: saved with the model, and no parameters.
       is_causal: attend to tokens at or before the query alone.
       normalize: divide by the sum of weights.
       eps: added to that sum.
@@ -231,15 +231,15 @@ class LinearAttention(nnx.Module):
 
     def _set_feature_map(self, feature_map, rngs: nnx.Rngs) -> None:
         """One map for both, or, where they differ, one for queries and one for keys."""
-        if isinstance(feature_map, type) and issubclass(feature_map, nnx.Module):
-            feature_map = feature_maps.FeatureMap(
-                query=feature_map(self.num_heads, self.head_dim, rngs=rngs),
-                key=feature_map(self.num_kv_heads, self.head_dim, rngs=rngs),
-            )
-        is_pair = isinstance(feature_map, feature_maps.FeatureMap)
-        self.feature_map = nnx.data(None) if is_pair else as_attribute(feature_map)
-        self.query_feature_map = as_attribute(feature_map.query) if is_pair else nnx.data(None)
-        self.key_feature_map = as_attribute(feature_map.key) if is_pair else nnx.data(None)
+        if is_module_class(feature_map):
+            feature_map = feature_maps.FeatureMap(query=feature_map, key=feature_map)
+        if isinstance(feature_map, feature_maps.FeatureMap):
+            self.feature_map = nnx.data(None)
+            self.query_feature_map = as_attribute(feature_map.query, self.num_heads, self.head_dim, rngs)
+            self.key_feature_map = as_attribute(feature_map.key, self.num_kv_heads, self.head_dim, rngs)
+        else:
+            self.feature_map = as_attribute(feature_map, self.num_heads, self.head_dim, rngs)
+            self.query_feature_map = self.key_feature_map = nnx.data(None)
 
     def _pure_feature_map(self):
         if self.feature_map is not None:

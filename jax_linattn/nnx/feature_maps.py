@@ -43,8 +43,9 @@ class Hedgehog(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_heads, half), param_dtype))
 
     def __call__(self, x: Array) -> Array:
-        layers.check_map_heads(x, self.kernel)
-        return feature_maps.hedgehog(x, self.kernel[...], self.bias[...])
+        kernel, bias = self.kernel[...], self.bias[...]
+        layers.check_map_heads(x, kernel)
+        return feature_maps.hedgehog(x, kernel, bias)
 
 
 class T2R(nnx.Module):
@@ -74,15 +75,24 @@ class T2R(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_heads, features), param_dtype))
 
     def __call__(self, x: Array) -> Array:
-        layers.check_map_heads(x, self.kernel)
-        return feature_maps.t2r(x, self.kernel[...], self.bias[...])
+        kernel, bias = self.kernel[...], self.bias[...]
+        layers.check_map_heads(x, kernel)
+        return feature_maps.t2r(x, kernel, bias)
 
 
 # --- between modules and pure functions -------------------------------------------------------------------------------
 
 
-def as_attribute(feature_map):
+def is_module_class(feature_map) -> bool:
+    """Whether the map is still to be made."""
+    cls = feature_map.func if isinstance(feature_map, functools.partial) else feature_map
+    return isinstance(cls, type) and issubclass(cls, nnx.Module)
+
+
+def as_attribute(feature_map, num_heads: int, head_dim: int, rngs: nnx.Rngs):
     """A map as Flax keeps it in a module: data, with its arrays as `Constant`s, or static where it holds none."""
+    if is_module_class(feature_map):
+        return feature_map(num_heads, head_dim, rngs=rngs)
     if isinstance(feature_map, nnx.Module) or jax.tree_util.all_leaves([feature_map]):
         return feature_map
     return nnx.data(jax.tree.map(Constant, feature_map))
