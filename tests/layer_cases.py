@@ -53,7 +53,16 @@ def draw(layer: Layer) -> tuple[tuple, dict]:
     return inputs, hiding
 
 
-def by_hand(params: dict, attributes: dict, inputs_q, inputs_k=None, *, mask=None, segment_ids=None) -> np.ndarray:
+def by_hand(
+    params: dict,
+    attributes: dict,
+    inputs_q,
+    inputs_k=None,
+    *,
+    mask=None,
+    segment_ids=None,
+    maps=(oracle.elu_plus_one, oracle.elu_plus_one),
+) -> np.ndarray:
     """What the layer must give: masked inputs zeroed, projections, the oracle, the output projection, in float64."""
     is_causal = attributes.get("is_causal", False)
     batch_shape, length = inputs_q.shape[:-2], inputs_q.shape[-2]
@@ -73,11 +82,27 @@ def by_hand(params: dict, attributes: dict, inputs_q, inputs_k=None, *, mask=Non
     query, key, value = project(params, "query", x_q), project(params, "key", x_k), project(params, "value", x_k)
     seen = oracle.visible(len(x_q), length, key_length, is_causal, mask=mask, segment_ids=segment_ids)
     rule = {name: attributes[name] for name in ("normalize", "eps") if name in attributes}
-    output, _, _ = oracle.attention(query, key, value, None, None, seen, feature_map=oracle.elu_plus_one, **rule)
+    output, _, _ = oracle.attention(query, key, value, None, None, seen, feature_map=maps, **rule)
     output = np.einsum("bthd,hdf->btf", output, params["out"]["kernel"]) + params["out"].get("bias", 0)
     if is_causal and mask is not None:
         output = np.where(mask[..., None], output, 0)
     return output.reshape(*batch_shape, *output.shape[1:])
+
+
+def learned_maps(params: dict):
+    """Hedgehog for queries and T2R for keys, as their papers read."""
+
+    def affine(x, name):
+        return np.einsum("bthd,hdf->bthf", x, params[name]["kernel"]) + params[name]["bias"]
+
+    def hedgehog(x):
+        y = affine(x, "query_feature_map")
+        return np.concatenate([oracle.softmax(y), oracle.softmax(-y)], axis=-1)
+
+    def t2r(x):
+        return np.maximum(affine(x, "key_feature_map"), 0)
+
+    return hedgehog, t2r
 
 
 def project(params: dict, name: str, x: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import serialization
 from harness import count_compilations, quick_jit, x64
-from layer_cases import FEATURES, HEADS, LAYERS, by_hand, draw, ragged, softmax_by_hand
+from layer_cases import FEATURES, HEADS, LAYERS, by_hand, draw, learned_maps, ragged, softmax_by_hand
 from tolerance import assert_close
 
 from jax_linattn import FeatureMap, LinearAttentionState, feature_maps
@@ -255,7 +255,11 @@ def test_learnable_maps_learn_in_every_form():
         with jax.checking_leaks():
             jax.eval_shape(layer(**options, **forms[1]).init, jax.random.key(0), x)
         variables = init(layer(**options), x)
-        expected, actual = (value_and_gradients(layer(**options, **form), variables, x)[1] for form in forms)
+        (output, expected), (_, actual) = (
+            value_and_gradients(layer(**options, **form), variables, x) for form in forms
+        )
+        params = to_numpy(variables["params"])
+        assert_close(output, by_hand(params, {"is_causal": True}, np.asarray(x), maps=learned_maps(params)))
         jax.tree.map(lambda a, b: assert_close(a, b, floor=0.1), actual, expected)
     assert actual["query_feature_map"]["kernel"].shape[0] == HEADS
     assert actual["key_feature_map"]["kernel"].shape[0] == 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from harness import count_compilations, quick_jit, x64
-from layer_cases import FEATURES, HEADS, LAYERS, by_hand, draw, quick_normal, ragged, softmax_by_hand
+from layer_cases import FEATURES, HEADS, LAYERS, by_hand, draw, learned_maps, quick_normal, ragged, softmax_by_hand
 from tolerance import assert_close
 
 from jax_linattn import FeatureMap, LinearAttentionState, feature_maps
@@ -277,7 +277,10 @@ def test_learnable_maps_learn_in_every_form():
         maps = FeatureMap(query=query_map, key=key_map)
         options = {"feature_map": maps, "num_kv_heads": 2, "is_causal": True, **wide}
         forms = [{"implementation": "quadratic"}, {"implementation": "chunked", "chunk_size": 1}]
-        expected, actual = (value_and_gradients(layer(**options, **form), x)[1] for form in forms)
+        modules = [layer(**options, **form) for form in forms]
+        (output, expected), (_, actual) = (value_and_gradients(module, x) for module in modules)
+        params = params_of(modules[0])
+        assert_close(output, by_hand(params, {"is_causal": True}, np.asarray(x), maps=learned_maps(params)))
         jax.tree.map(lambda a, b: assert_close(a, b, floor=0.1), actual, expected)
     assert actual["query_feature_map"]["kernel"].shape[0] == HEADS
     assert actual["key_feature_map"]["kernel"].shape[0] == 2
