@@ -1,5 +1,6 @@
 # make train   a virtual environment, a small model trained in about three minutes, and a sample of what it writes
 # make test    the whole test suite
+# make check   linter, format and types
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
 # Another model: make train CONFIG=configs/softmax.py; other options: make train ARGS="--config.steps=2000 --config.name=long"
 
@@ -11,7 +12,7 @@ CONFIG ?= configs/small.py
 ARGS ?=
 TEST_ARGS ?= -n 2
 
-.PHONY: help train test lint format format-check types clean
+.PHONY: help train test check lint format format-check types wheel-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -21,6 +22,8 @@ train: $(VENV)/lm.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: lint format-check types
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -33,6 +36,9 @@ format-check: $(VENV)/dev.stamp
 
 types: $(VENV)/dev.stamp
 	$(BIN)/pyright
+
+wheel-check: $(VENV)/dev.stamp
+	$(BIN)/python scripts/check_wheel.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -26,7 +26,7 @@ from jax_linattn import (
 )
 
 B, T, S, D, E = 2, 7, 5, 3, 4
-EVERY = [heads for heads in itertools.product((1, 2, 4), repeat=3)]
+EVERY = list(itertools.product((1, 2, 4), repeat=3))
 # H, K, V: grouped queries, more values, fewer queries, and the combinations where no two of the three divide.
 SOME = [(6, 2, 2), (2, 2, 6), (3, 2, 6), (2, 3, 6), (2, 6, 3), (1, 6, 6), (12, 2, 6), (12, 6, 2), (4, 1, 4)]
 CHUNKED = Form("chunked", 3)
