@@ -172,6 +172,29 @@ def test_random_masks(seed, density):
     jax.tree.map(lambda a, b: assert_close(a, b, floor=1e-3), chunked, recurrent)
 
 
+@given(lengths=st.tuples(*[st.integers(0, T + 2)] * 4))
+@settings(max_examples=25)
+def test_random_lengths(lengths):
+    """Lengths say what masks say, in the state too: rows of any length share one compiled shape."""
+    query_lengths, key_lengths = np.array(lengths[:2]), np.array(lengths[2:])
+    hiding = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
+    key_mask = np.arange(T) < key_lengths[:, None]
+    rows = (np.arange(T) < query_lengths[:, None])[..., None, None]
+    with x64():
+        tokens, cotangent = _tokens(), np.ones((B, T, H, E))
+        got, gradients = _values_and_gradients(Form("chunked", 2), True)(tokens, hiding, cotangent)
+        want, want_gradients = _values_and_gradients(Form("recurrent", 4), True)(
+            tokens, {"mask": key_mask}, cotangent * rows
+        )
+    # A mask makes a row 0 as well, so beside it the rows of masked keys are not compared.
+    seen = rows & key_mask[..., None, None]
+    assert_close(np.asarray(got[0]) * seen, np.asarray(want[0]) * seen, floor=1e-3)
+    assert not np.any(np.asarray(got[0]) * ~rows)
+    jax.tree.map(lambda a, b: assert_close(a, b, floor=1e-3), got[1:], want[1:])
+    if np.all(query_lengths <= key_lengths):
+        jax.tree.map(lambda a, b: assert_close(a, b, gradient=True, floor=1e-3), gradients, want_gradients)
+
+
 def test_a_masked_step_may_hold_nan():
     token = [jnp.asarray(x[:, 0]) for x in _tokens(dtype=np.float32)]
     dirty = [x.at[1].set(jnp.nan) for x in token]
