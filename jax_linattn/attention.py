@@ -227,7 +227,7 @@ def init_state(key: Any, value: Any, *, feature_map: Any = feature_maps.elu_plus
     checks.check_feature_map(feature_map)
     feature_map = feature_maps.as_pytree(feature_map)
     num_heads, dtype = max(key.shape[-2], value.shape[-2]), dtypes.canonicalize_dtype(key.dtype)
-    features = checks.check_features(feature_map, {"key": key.shape[-2]}, key.shape[-1], dtype)
+    features = checks.check_features(feature_map, [("key", key.shape[-2])], key.shape[-1], dtype)
     state = empty_state(key.shape[0], num_heads, features, value.shape[-1], accumulator_dtype(dtype))
     return vary_with(state, key, value, feature_map)
 
@@ -305,11 +305,9 @@ def _checked_state(state: LinearAttentionState | None, tokens: Tokens, rule: Rul
     """The state, which fits tokens and rule; the empty one for None."""
     batch, num_query, num_key = tokens.query.shape[0], tokens.query.shape[-2], tokens.key.shape[-2]
     num_value, value_dim = tokens.value.shape[-2:]
-    heads, dtype = {"query": num_query, "key": num_key}, tokens.key.dtype
+    heads, dtype = (("query", num_query), ("key", num_key)), tokens.key.dtype
     features = checks.check_features(rule.feature_map, heads, tokens.key.shape[-1], dtype)
-    empty = functools.partial(
-        empty_state, batch, max(num_key, num_value), features, value_dim, accumulator_dtype(dtype)
-    )
+    empty = functools.partial(empty_state, batch, max(num_key, num_value), features, value_dim, accumulator_dtype(dtype))
     if state is None:
         return empty()
     checks.check_state(state, jax.eval_shape(empty))
@@ -335,7 +333,7 @@ def _bidirectional(tokens: Tokens, rule: Rule, chunk_size, implementation) -> Ar
     return _compiled(BIDIRECTIONAL_FORMS[implementation], rule)(tokens, state, rule, chunk_size)
 
 
-def _choose(tokens: Tokens, state: LinearAttentionState, chunk_size, implementation) -> tuple[int | None, str]:
+def _choose(tokens: Tokens, state: LinearAttentionState, chunk_size, implementation) -> tuple[Any, str]:
     checks.check_positive_int("chunk_size", chunk_size)
     query_length, key_length = tokens.query.shape[1], tokens.key.shape[1]
     implementation = implementation or select_implementation(query_length, key_length, *state.kv.shape[-2:])

@@ -1,6 +1,8 @@
 """Checks of what users pass in. Each error names the argument, what it got, and what would be right."""
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.state import LinearAttentionState
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
@@ -121,7 +123,7 @@ def keys_and_values(key, value) -> None:
     num_key, num_value = key.shape[-2], value.shape[-2]
     require(
         min(num_key, num_value) > 0 and max(num_key, num_value) % min(num_key, num_value) == 0,
-        f"of the {num_key} key heads and {num_value} value heads the smaller number must divide the larger, and be at least 1",
+        f"of the {num_key} key heads and {num_value} value heads the smaller number must divide the larger",
     )
 
 
@@ -207,7 +209,7 @@ def check_rule(feature_map, normalize, eps, scale) -> None:
     if scale is None:
         return
     require(not normalize, f"scale needs normalize=False: it cancels in a normalised output; got scale={scale!r}")
-    is_real = isinstance(scale, int | float) or jnp.issubdtype(getattr(scale, "dtype", None), jnp.floating)
+    is_real = isinstance(scale, int | float) or jnp.issubdtype(getattr(scale, "dtype", object), jnp.floating)
     require(
         is_real and jnp.ndim(scale) == 0,
         f"scale must be a real number or a scalar array, got {type(scale).__name__} of shape {np.shape(scale)}",
@@ -228,16 +230,16 @@ def check_feature_map(feature_map, part: str = "feature_map") -> None:
     )
 
 
-def check_features(feature_map, heads: dict[str, int], dim: int, dtype) -> int:
+def check_features(feature_map, heads: Iterable[tuple[str, int]], dim: int, dtype) -> int:
     """Traces the maps on one token, checks what they return, and gives F.
 
     Args:
       feature_map: as a pytree, see `feature_maps.as_pytree`.
-      heads: {"query": H, "key": K}, or one of them.
+      heads: ("query", H) and ("key", K), or the last alone.
       dim: D.
       dtype: of queries and keys.
     """
-    heads, dtype = tuple(heads.items()), accumulator_dtype(dtype)
+    heads, dtype = tuple(heads), accumulator_dtype(dtype)
     if not feature_maps.is_own(feature_map):
         return _trace_features(lambda _: feature_map, (), heads, dim, dtype)
     leaves, structure = jax.tree.flatten(feature_map)
@@ -256,15 +258,16 @@ def _trace_features(make_map, leaves, heads: tuple[tuple[str, int], ...], dim: i
     for name, num_heads in heads:
         token = jax.ShapeDtypeStruct((1, num_heads, dim), dtype)
         side = ("query", "key").index(name)
-        result = jax.eval_shape(lambda leaves, x, side=side: feature_maps.split(make_map(leaves))[side](x), leaves, token)
+        apply = lambda leaves, x, side=side: feature_maps.split(make_map(leaves))[side](x)
+        result = jax.eval_shape(apply, leaves, token)
         if isinstance(result, tuple) and name == "key":
             raise NotImplementedError("a key map that returns (features, log_scale) is not supported yet")
         phi = result[0] if isinstance(result, tuple) else result
         fits = getattr(phi, "ndim", None) == 3 and phi.shape[:2] == token.shape[:2] and phi.dtype == token.dtype
         require(
             fits and phi.shape[-1] > 0,
-            f"feature_map must map {name} {token.dtype} [..., {num_heads}, {dim}] to [..., {num_heads}, F >= 1] of the same "
-            f"dtype; for {token.shape} it gave {phi}",
+            f"feature_map must map {name} {token.dtype} [..., {num_heads}, {dim}] to [..., {num_heads}, F >= 1] of the "
+            f"same dtype; for {token.shape} it gave {phi}",
         )
         sizes[name] = phi.shape[-1]
     require(len(set(sizes.values())) == 1, f"feature_map gives different numbers of features: {sizes}")

@@ -5,7 +5,6 @@ Field cases 6 (float16 sums overflow), 8 (dtype changes meaning), 41 (a 16-bit s
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import BIDIRECTIONAL_CASES, CAUSAL_CASES, ONE_OF_EACH, Case, Form, Shape, expected
 from harness import normal, quick_jit, results_and_gradients, x64

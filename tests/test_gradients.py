@@ -76,9 +76,7 @@ def test_hessian(form):
 
         def loss(x):
             starts = [0, *itertools.accumulate(sizes)]
-            arguments = [
-                x[a:b].reshape(y.shape) for a, b, y in zip(starts, starts[1:], problem.arguments, strict=False)
-            ]
+            arguments = [x[a:b].reshape(y.shape) for a, b, y in zip(starts, starts[1:], problem.arguments, strict=False)]
             return _loss(form, True, {}, problem)(arguments)
 
         got = quick_jit(jax.hessian(loss))(flat)
@@ -114,9 +112,7 @@ def test_a_scale_has_a_gradient(form):
         @quick_jit
         def value_and_slope(scale):
             def total(scale):
-                results = attend(
-                    form, True, feature_maps.elu_plus_one, {"normalize": False, "scale": scale}, arguments, {}
-                )
+                results = attend(form, True, feature_maps.elu_plus_one, {"normalize": False, "scale": scale}, arguments, {})
                 return jnp.sum(results[0])
 
             return jax.value_and_grad(total)(scale)

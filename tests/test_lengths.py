@@ -109,9 +109,7 @@ def test_more_than_65536_tokens(form):
     q, k, v = normal(0, (1, length, 1, dim), (1, length, 1, dim), (1, length, 1, 2))
     attend = jax.jit(lambda q, k, v: causal_linear_attention(q, k, v, **form.options()))
     state, output = attend(q, k, v)
-    phi_q, phi_k = (
-        np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q[0, :, 0], k[0, :, 0].astype(np.float64))
-    )
+    phi_q, phi_k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q[0, :, 0], k[0, :, 0].astype(np.float64)))
     products = np.cumsum(phi_k[:, :, None] * v[0, :, 0, None, :], axis=0)
     sums = np.cumsum(phi_k, axis=0)
     want = np.einsum("tf,tfe->te", phi_q, products) / np.einsum("tf,tf->t", phi_q, sums)[:, None]

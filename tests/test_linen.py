@@ -255,9 +255,7 @@ def test_learnable_maps_learn_in_every_form():
         with jax.checking_leaks():
             jax.eval_shape(layer(**options, **forms[1]).init, jax.random.key(0), x)
         variables = init(layer(**options), x)
-        (output, expected), (_, actual) = (
-            value_and_gradients(layer(**options, **form), variables, x) for form in forms
-        )
+        (output, expected), (_, actual) = (value_and_gradients(layer(**options, **form), variables, x) for form in forms)
         params = to_numpy(variables["params"])
         assert_close(output, by_hand(params, {"is_causal": True}, np.asarray(x), maps=learned_maps(params)))
         jax.tree.map(lambda a, b: assert_close(a, b, floor=0.1), actual, expected)

@@ -127,8 +127,7 @@ def test_pads_of_nan_change_nothing(is_causal):
         padded = jnp.where(mask[..., None], x, jnp.nan)
         output, gradients = value_and_gradients(module, padded, mask)
         alone = [
-            value_and_gradients(module, x[row : row + 1, 5 - n :], jnp.ones((1, n), bool))
-            for row, n in enumerate(lengths)
+            value_and_gradients(module, x[row : row + 1, 5 - n :], jnp.ones((1, n), bool)) for row, n in enumerate(lengths)
         ]
         for row, n in enumerate(lengths):
             assert_close(output[row, 5 - n :], alone[row][0][0])

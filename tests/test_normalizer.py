@@ -140,9 +140,7 @@ def test_signed_features_that_sum_to_zero():
     k = jnp.array([[1.0, -1.0], [2.0, -2.0]]).reshape(1, 2, 1, 2)
     for form in ("quadratic", "chunked"):
         output, gradient = jax.value_and_grad(
-            lambda k, form=form: jnp.sum(
-                linear_attention(q, k, k, feature_map=feature_maps.identity, implementation=form)
-            )
+            lambda k, form=form: jnp.sum(linear_attention(q, k, k, feature_map=feature_maps.identity, implementation=form))
         )(k)
         assert output == 0
         assert np.all(np.isfinite(gradient))

@@ -134,9 +134,7 @@ def test_bidirectional_pairs_in_another_order(form):
     (cotangent,) = normal(1, (1, 8, H, E), dtype=np.float64)
     function = _values_and_gradients(form, False)
     with x64():
-        (output,), gradients = function(
-            [query, key, value], {"segment_ids": (query_ids, key_ids), "mask": mask}, cotangent
-        )
+        (output,), gradients = function([query, key, value], {"segment_ids": (query_ids, key_ids), "mask": mask}, cotangent)
         output, gradients = np.asarray(output), [np.asarray(x) for x in gradients]
         for run in np.unique(query_ids):
             at, of = query_ids[0] == run, (key_ids[0] == run) & mask[0]
@@ -145,9 +143,7 @@ def test_bidirectional_pairs_in_another_order(form):
                 assert not np.any(gradients[0][:, at])
                 continue
             tokens = [query[:, at], key[:, of], value[:, of]]
-            (want,), want_gradients = _values_and_gradients(Form("quadratic", None), False)(
-                tokens, {}, cotangent[:, at]
-            )
+            (want,), want_gradients = _values_and_gradients(Form("quadratic", None), False)(tokens, {}, cotangent[:, at])
             assert_close(output[:, at], want)
             for got, expected in zip(gradients, want_gradients, strict=True):
                 part = got[:, at] if got.shape[1] == 8 else got[:, of]

@@ -120,9 +120,7 @@ def test_what_varies_differently(mesh, form):
     def heads(x, i):
         return x[:, :, i * x.shape[2] // 2 : (i + 1) * x.shape[2] // 2]
 
-    halves = [
-        quick_jit(attend)(heads(query, i), heads(key, i), heads(value, i), projections[i : i + 1]) for i in range(2)
-    ]
+    halves = [quick_jit(attend)(heads(query, i), heads(key, i), heads(value, i), projections[i : i + 1]) for i in range(2)]
     for i, (state, output) in enumerate(halves):
         assert_close(heads(got[1], i), output)
         jax.tree.map(lambda a, b, i=i: assert_close(a[:, i : i + 1], b), got[0], state)

@@ -81,9 +81,7 @@ def test_eps_and_maps():
     q, k, v = (x.astype(np.float32) for x in normal(0, (B, T, H, D), (B, T, K, D), (B, T, K, E)))
     weights = attention_weights(jnp.asarray(q), jnp.asarray(k), eps=0.5, feature_map=feature_maps.softplus)
     output = linear_attention(q, k, v, eps=0.5, feature_map=feature_maps.softplus)
-    np.testing.assert_allclose(
-        np.einsum("bhts,bshe->bthe", weights, np.repeat(v, 2, axis=2)), output, rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(np.einsum("bhts,bshe->bthe", weights, np.repeat(v, 2, axis=2)), output, rtol=1e-5, atol=1e-6)
     assert np.all(np.sum(weights, axis=-1) < 1)
     one = attention_weights(jnp.asarray(q[0]), jnp.asarray(k[0]), mask=jnp.arange(T) > 2)
     assert one.shape == (H, T, T)

@@ -10,9 +10,7 @@ from jax_linattn.forms.tokens import Rule, Tokens, chunks_first, initial_carry, 
 from jax_linattn.state import LinearAttentionState
 
 
-def causal(
-    tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int
-) -> tuple[LinearAttentionState, Array]:
+def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
     """All chunks at once; what goes between them is found by `lax.associative_scan`. Holds (T/C)·F·E numbers."""
     heads = Heads.of_tokens(tokens)
     state, run = initial_carry(rule, tokens, state)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_linattn.forms import chunks
-from jax_linattn.forms.heads import Heads, Sums
+from jax_linattn.forms.heads import Heads
 from jax_linattn.forms.tokens import (
     Rule,
     Tokens,
@@ -26,9 +26,7 @@ from jax_linattn.state import LinearAttentionState
 CHUNKS_PER_BLOCK = 8
 
 
-def causal(
-    tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int
-) -> tuple[LinearAttentionState, Array]:
+def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
     """A scan over blocks of a few chunks; the chunks of a block run in parallel, and a gradient stores a state a block."""
     heads = Heads.of_tokens(tokens)
     state, run = initial_carry(rule, tokens, state)

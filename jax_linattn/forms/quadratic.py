@@ -11,9 +11,7 @@ from jax_linattn.forms.tokens import Rule, Tokens, clean, initial_carry, key_fea
 from jax_linattn.state import LinearAttentionState
 
 
-def causal(
-    tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int
-) -> tuple[LinearAttentionState, Array]:
+def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
     """One chunk as long as the sequence; `chunk_size` plays no part."""
     del chunk_size
     heads = Heads.of_tokens(tokens)

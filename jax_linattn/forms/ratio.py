@@ -7,7 +7,7 @@ from jax import Array
 from jax_linattn.forms.tokens import Rule
 
 
-def finish(rule: Rule, numerator: Array, denominator: Array | None) -> Array:
+def finish(rule: Rule, numerator: Array, denominator: Array) -> Array:
     """The output of sums: numerator / (denominator + eps), or scale · numerator.
 
     Args:

@@ -25,13 +25,13 @@ class Tokens(NamedTuple):
     state belongs to, and None means that all belong to it.
     """
 
-    query: Array  # [B, T, H, D]
-    key: Array  # [B, S, K, D]
-    value: Array  # [B, S, V, E]
+    query: Any  # [B, T, H, D]
+    key: Any  # [B, S, K, D]
+    value: Any  # [B, S, V, E]
     query_mask: Array | None = None  # bool [B, T]
     key_mask: Array | None = None  # bool [B, S]
-    query_segment: Array | None = None  # int32 [B, T]
-    key_segment: Array | None = None  # int32 [B, S]
+    query_segment: Any = None  # int32 [B, T], or None
+    key_segment: Any = None  # int32 [B, S], or None
 
     def queries(self) -> "Tokens":
         return self._replace(key=None, value=None, key_mask=None, key_segment=None)

@@ -9,7 +9,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import Array
 
-from jax_linattn import feature_maps, layers
+from jax_linattn import feature_maps, module_calls
 from jax_linattn.attention import Implementation, init_state
 from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.linen.feature_maps import bind
@@ -106,21 +106,21 @@ class LinearAttention(nn.Module):
           ValueError: naming the argument, what it got and what would be right.
         """
         del dropout_rng
-        layers.check_dropout(self.dropout_rate, self.deterministic if deterministic is None else deterministic)
-        inputs = layers.prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, is_causal=self.is_causal)
-        query, key, value = layers.one_dtype(*self._project(inputs))
+        module_calls.check_dropout(self.dropout_rate, self.deterministic if deterministic is None else deterministic)
+        inputs = module_calls.prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, is_causal=self.is_causal)
+        query, key, value = module_calls.one_dtype(*self._project(inputs))
         options = self._options(query, key)
         if self.decode:
-            layers.check_decode(inputs, is_causal=self.is_causal, sow_weights=sow_weights)
+            module_calls.check_decode(inputs, is_causal=self.is_causal, sow_weights=sow_weights)
             empty = functools.partial(init_state, key, value, feature_map=options.feature_map)
             cached_state = self.variable("cache", "cached_state", empty)
-            state, output = layers.advance(cached_state.value, query, key, value, inputs, options)
+            state, output = module_calls.advance(cached_state.value, query, key, value, inputs, options)
             if not self.is_initializing():
                 cached_state.value = state
         else:
-            output = layers.attend(query, key, value, inputs, options)
+            output = module_calls.attend(query, key, value, inputs, options)
         if sow_weights:
-            self.sow("intermediates", "attention_weights", layers.weights_to_sow(query, key, inputs, options))
+            self.sow("intermediates", "attention_weights", module_calls.weights_to_sow(query, key, inputs, options))
         output = self._dense(
             "out",
             self.out_features or inputs.query.shape[-1],
@@ -128,13 +128,13 @@ class LinearAttention(nn.Module):
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
         )(output)
-        return layers.restore_output(output, inputs, is_causal=self.is_causal)
+        return module_calls.restore_output(output, inputs, is_causal=self.is_causal)
 
-    def _project(self, inputs: layers.Inputs) -> tuple[Array, Array, Array]:
+    def _project(self, inputs: module_calls.Inputs) -> tuple[Array, Array, Array]:
         """[B, T, features] to [B, T, heads, D], for queries, keys and values."""
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = self.qkv_features or inputs.query.shape[-1]
-        head_dim = layers.check_sizes(self.num_heads, num_kv_heads, qkv_features)
+        head_dim = module_calls.check_sizes(self.num_heads, num_kv_heads, qkv_features)
         init: dict[str, Any] = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
         query = self._dense("query", (self.num_heads, head_dim), **init)(inputs.query)
         key = self._dense("key", (num_kv_heads, head_dim), **init)(inputs.key)
@@ -156,9 +156,9 @@ class LinearAttention(nn.Module):
             **init,
         )
 
-    def _options(self, query: Array, key: Array) -> layers.Options:
+    def _options(self, query: Array, key: Array) -> module_calls.Options:
         tokens = (jnp.zeros((1, *x.shape[-2:]), accumulator_dtype(x.dtype)) for x in (query, key))
-        return layers.Options(
+        return module_calls.Options(
             feature_map=bind(self, self.feature_map, *tokens),
             is_causal=self.is_causal,
             normalize=self.normalize,

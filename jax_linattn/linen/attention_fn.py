@@ -7,8 +7,9 @@ from typing import Any
 from flax import linen as nn
 from jax import Array
 
-from jax_linattn import attention_fn, feature_maps, layers
+from jax_linattn import feature_maps, hook_calls, module_calls
 from jax_linattn.attention import Implementation
+from jax_linattn.checks import require
 
 
 def as_attention_fn(
@@ -36,8 +37,8 @@ def as_attention_fn(
       ValueError: on a learnable map; the function raises it on a bias, on any mask but those above, on dropout that is
         not deterministic, and on einsums of the module's own.
     """
-    options = layers.Options(feature_map, is_causal, normalize, eps, None, chunk_size, implementation)
-    attention_fn.check_options(options, nn.Module)
+    options = module_calls.Options(feature_map, is_causal, normalize, eps, None, chunk_size, implementation)
+    hook_calls.check_options(options, nn.Module)
 
     # Linen passes on only what it finds by name in the signature, so what cannot be heeded is named too, and refused.
     def linear_attention_fn(
@@ -59,11 +60,11 @@ def as_attention_fn(
     ) -> Array:
         del broadcast_dropout, dropout_rng  # nothing is dropped: a rate above 0 raises unless deterministic
         del force_fp32_for_softmax  # true either way: sums and the division are float32
-        layers.require(
+        require(
             qk_attn_weights_einsum is None and attn_weights_value_einsum is None,
             "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls cannot be used: no weights are formed",
         )
-        return attention_fn.attend(
+        return hook_calls.attend(
             query,
             key,
             value,

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.typing import Dtype
 from jax import Array
 
-from jax_linattn import feature_maps, layers
+from jax_linattn import feature_maps, module_calls
 
 
 class Hedgehog(nn.Module):
@@ -29,8 +29,8 @@ class Hedgehog(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         num_heads, head_dim = x.shape[-2:]
-        half = layers.hedgehog_projection(head_dim, self.num_features)
-        kernel = self.param("kernel", layers.identity_init, (num_heads, head_dim, half), self.param_dtype)
+        half = module_calls.hedgehog_projection(head_dim, self.num_features)
+        kernel = self.param("kernel", module_calls.identity_init, (num_heads, head_dim, half), self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros_init(), (num_heads, half), self.param_dtype)
         return feature_maps.hedgehog(x, kernel, bias)
 
@@ -53,7 +53,7 @@ class T2R(nn.Module):
     def __call__(self, x: Array) -> Array:
         num_heads, head_dim = x.shape[-2:]
         features = head_dim if self.num_features is None else self.num_features
-        kernel = self.param("kernel", layers.t2r_init, (num_heads, head_dim, features), self.param_dtype)
+        kernel = self.param("kernel", module_calls.t2r_init, (num_heads, head_dim, features), self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros_init(), (num_heads, features), self.param_dtype)
         return feature_maps.t2r(x, kernel, bias)
 

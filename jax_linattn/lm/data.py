@@ -98,9 +98,7 @@ class Vocabulary:
         tokens = np.minimum(np.searchsorted(known, code_points), self.size - 1)
         if not np.array_equal(known[tokens], code_points):
             unknown = "".join(sorted(set(text) - set(self.characters)))
-            raise ValueError(
-                f"text holds characters that the vocabulary lacks: {unknown!r}; it knows {self.characters!r}"
-            )
+            raise ValueError(f"text holds characters that the vocabulary lacks: {unknown!r}; it knows {self.characters!r}")
         return tokens.astype(np.int32)
 
     def decode(self, tokens) -> str:

@@ -76,9 +76,7 @@ def plot_losses(metrics: list[dict[str, Any]], trigram_bits: float, title: str, 
         axes.plot(*np.array(points).T, label=label, **style)
     axes.axhline(trigram_bits, color="tab:gray", linestyle="--", label=f"trigram, {trigram_bits:.2f}")
     validation = [line["validation_bits"] for line in metrics if "validation_bits" in line]
-    axes.set(
-        xlabel="million training tokens", ylabel="bits a character", title=f"{title}: validation {validation[-1]:.2f}"
-    )
+    axes.set(xlabel="million training tokens", ylabel="bits a character", title=f"{title}: validation {validation[-1]:.2f}")
     axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -11,7 +11,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import Array
 
-from jax_linattn import feature_maps, layers
+from jax_linattn import feature_maps, module_calls
 from jax_linattn.attention import Implementation, init_state
 from jax_linattn.checks import require
 from jax_linattn.nnx.feature_maps import as_attribute, as_pure_function, is_module_class
@@ -97,7 +97,7 @@ class LinearAttention(nnx.Module):
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = layers.check_sizes(self.num_heads, self.num_kv_heads, self.qkv_features)
+        self.head_dim = module_calls.check_sizes(self.num_heads, self.num_kv_heads, self.qkv_features)
         self.is_causal = is_causal
         self.normalize = normalize
         self.eps = eps
@@ -169,24 +169,24 @@ class LinearAttention(nnx.Module):
           ValueError: naming the argument, what it got and what would be right.
         """
         del rngs
-        layers.check_dropout(self.dropout_rate, self.deterministic if deterministic is None else deterministic)
+        module_calls.check_dropout(self.dropout_rate, self.deterministic if deterministic is None else deterministic)
         decode = self.decode if decode is None else decode
         is_causal = self.is_causal if is_causal is None else is_causal
-        inputs = layers.prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, is_causal=is_causal)
+        inputs = module_calls.prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, is_causal=is_causal)
         query, key, value = self.query(inputs.query), self.key(inputs.key), self.value(inputs.value)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
         options = self._options(is_causal)
         if decode:
-            layers.check_decode(inputs, is_causal=is_causal, sow_weights=sow_weights)
+            module_calls.check_decode(inputs, is_causal=is_causal, sow_weights=sow_weights)
             require(self.cached_state is not None, "decode=True needs a cache: call init_cache(input_shape) first")
-            state, output = layers.advance(_get(self.cached_state), query, key, value, inputs, options)
+            state, output = module_calls.advance(_get(self.cached_state), query, key, value, inputs, options)
             _set(self.cached_state, state)
         else:
-            output = layers.attend(query, key, value, inputs, options)
+            output = module_calls.attend(query, key, value, inputs, options)
         if sow_weights:
-            self.sow(nnx.Intermediate, "attention_weights", layers.weights_to_sow(query, key, inputs, options))
-        return layers.restore_output(self.out(output), inputs, is_causal=is_causal)
+            self.sow(nnx.Intermediate, "attention_weights", module_calls.weights_to_sow(query, key, inputs, options))
+        return module_calls.restore_output(self.out(output), inputs, is_causal=is_causal)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> None:
         """Starts decoding anew, with a state that has seen no token.
@@ -218,8 +218,8 @@ class LinearAttention(nnx.Module):
             batch_shape = (batch_size,) if isinstance(batch_size, int) else batch_size
             self.init_cache((*batch_shape, 1, self.in_features), self.dtype or jnp.float32)
 
-    def _options(self, is_causal: bool) -> layers.Options:
-        return layers.Options(
+    def _options(self, is_causal: bool) -> module_calls.Options:
+        return module_calls.Options(
             feature_map=self._pure_feature_map(),
             is_causal=is_causal,
             normalize=self.normalize,

@@ -7,8 +7,9 @@ from typing import Any
 from flax import nnx
 from jax import Array
 
-from jax_linattn import attention_fn, feature_maps, layers
+from jax_linattn import feature_maps, hook_calls, module_calls
 from jax_linattn.attention import Implementation
+from jax_linattn.checks import require
 
 
 def as_attention_fn(
@@ -35,8 +36,8 @@ def as_attention_fn(
       ValueError: on a learnable map; the function raises it on a bias, on any mask but those above, and on dropout that
         is not deterministic.
     """
-    options = layers.Options(feature_map, is_causal, normalize, eps, None, chunk_size, implementation)
-    attention_fn.check_options(options, nnx.Module)
+    options = module_calls.Options(feature_map, is_causal, normalize, eps, None, chunk_size, implementation)
+    hook_calls.check_options(options, nnx.Module)
 
     def linear_attention_fn(
         query: Array,
@@ -55,8 +56,8 @@ def as_attention_fn(
         input_positions: Array | None = None,
     ) -> Array:
         del broadcast_dropout, dropout_rng  # nothing is dropped: a rate above 0 raises unless deterministic
-        layers.require(input_positions is None, "input_positions cannot be used: linear attention applies no positions")
-        return attention_fn.attend(
+        require(input_positions is None, "input_positions cannot be used: linear attention applies no positions")
+        return hook_calls.attend(
             query,
             key,
             value,

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jax import Array
 
-from jax_linattn import feature_maps, layers
+from jax_linattn import feature_maps, module_calls
 
 
 class Constant(nnx.Variable):
@@ -38,13 +38,13 @@ class Hedgehog(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         del rngs
-        half = layers.hedgehog_projection(head_dim, num_features)
-        self.kernel = nnx.Param(layers.identity_init(None, (num_heads, head_dim, half), param_dtype))
+        half = module_calls.hedgehog_projection(head_dim, num_features)
+        self.kernel = nnx.Param(module_calls.identity_init(None, (num_heads, head_dim, half), param_dtype))
         self.bias = nnx.Param(jnp.zeros((num_heads, half), param_dtype))
 
     def __call__(self, x: Array) -> Array:
         kernel, bias = self.kernel[...], self.bias[...]
-        layers.check_map_heads(x, kernel)
+        module_calls.check_map_heads(x, kernel)
         return feature_maps.hedgehog(x, kernel, bias)
 
 
@@ -71,12 +71,12 @@ class T2R(nnx.Module):
         rngs: nnx.Rngs,
     ):
         features = head_dim if num_features is None else num_features
-        self.kernel = nnx.Param(layers.t2r_init(rngs.params(), (num_heads, head_dim, features), param_dtype))
+        self.kernel = nnx.Param(module_calls.t2r_init(rngs.params(), (num_heads, head_dim, features), param_dtype))
         self.bias = nnx.Param(jnp.zeros((num_heads, features), param_dtype))
 
     def __call__(self, x: Array) -> Array:
         kernel, bias = self.kernel[...], self.bias[...]
-        layers.check_map_heads(x, kernel)
+        module_calls.check_map_heads(x, kernel)
         return feature_maps.t2r(x, kernel, bias)
 
 

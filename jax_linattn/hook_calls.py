@@ -6,12 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jax_linattn import feature_maps, layers
+from jax_linattn import feature_maps, module_calls
 from jax_linattn.attention import attention_weights, linear_attention
 from jax_linattn.checks import require
 
 
-def check_options(options: layers.Options, module_class: type) -> None:
+def check_options(options: module_calls.Options, module_class: type) -> None:
     """A function has no place for parameters, so it takes no learnable maps."""
     maps = feature_maps.split(options.feature_map)
     is_learnable = [isinstance(x, module_class) or (isinstance(x, type) and issubclass(x, module_class)) for x in maps]
@@ -26,7 +26,7 @@ def attend(
     query: Array,
     key: Array,
     value: Array,
-    options: layers.Options,
+    options: module_calls.Options,
     *,
     bias: Array | None,
     mask: Array | None,
@@ -53,8 +53,8 @@ def attend(
       [batch…, T, H, E].
     """
     require(bias is None, "bias cannot be used: linear attention forms no logits to add it to")
-    layers.check_dropout(dropout_rate, deterministic)
-    query, key, value = (x if dtype is None else x.astype(dtype) for x in layers.one_dtype(query, key, value))
+    module_calls.check_dropout(dropout_rate, deterministic)
+    query, key, value = (x if dtype is None else x.astype(dtype) for x in module_calls.one_dtype(query, key, value))
     batch_shape = query.shape[:-3]
     require(
         query.ndim == key.ndim == value.ndim and key.shape[:-3] == value.shape[:-3] == batch_shape,
@@ -68,7 +68,7 @@ def attend(
         options = options._replace(is_causal=False)
     hidden = {"mask": mask, "is_causal": options.is_causal}
     if sow is not None:
-        layers.check_weights(options)
+        module_calls.check_weights(options)
         weights = attention_weights(query, key, **hidden, **options.rule_of_weights())
         sow(weights.reshape(*batch_shape, *weights.shape[1:]))
     output = linear_attention(query, key, value, **hidden, **options.rule(), **options.form())

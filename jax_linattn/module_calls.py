@@ -66,9 +66,7 @@ def prepare_inputs(inputs_q, inputs_k, inputs_v, mask, segment_ids, *, is_causal
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
     shapes = f"inputs_q {inputs_q.shape}, inputs_k {inputs_k.shape}, inputs_v {inputs_v.shape}"
-    require(
-        min(x.ndim for x in (inputs_q, inputs_k, inputs_v)) >= 2, f"inputs must be [batch…, T, features], got {shapes}"
-    )
+    require(min(x.ndim for x in (inputs_q, inputs_k, inputs_v)) >= 2, f"inputs must be [batch…, T, features], got {shapes}")
     batch_shape, key_length = inputs_q.shape[:-2], inputs_k.shape[-2]
     require(
         inputs_k.shape[:-2] == batch_shape and inputs_v.shape[:-1] == inputs_k.shape[:-1],
@@ -152,9 +150,7 @@ def advance(
         "cache for this batch size, or pick its rows with jax.tree.map(lambda x: x[rows], cache)",
     )
     if length != 1:
-        return causal_linear_attention(
-            query, key, value, state=state, mask=inputs.mask, **options.rule(), **options.form()
-        )
+        return causal_linear_attention(query, key, value, state=state, mask=inputs.mask, **options.rule(), **options.form())
     mask = None if inputs.mask is None else inputs.mask[:, 0]
     state, output = linear_attention_step(state, query[:, 0], key[:, 0], value[:, 0], mask=mask, **options.rule())
     return state, output[:, None]
@@ -194,9 +190,7 @@ def one_dtype(*arrays: Array) -> list[Array]:
 
 def check_sizes(num_heads: int, num_kv_heads: int, qkv_features: int) -> int:
     """Returns the head dim."""
-    require(
-        qkv_features % num_heads == 0, f"qkv_features must be divisible by num_heads = {num_heads}, got {qkv_features}"
-    )
+    require(qkv_features % num_heads == 0, f"qkv_features must be divisible by num_heads = {num_heads}, got {qkv_features}")
     require(num_heads % num_kv_heads == 0, f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
     return qkv_features // num_heads
 
@@ -211,9 +205,7 @@ def check_dropout(dropout_rate: float, deterministic: bool | None) -> None:
 
 
 def check_weights(options: Options) -> None:
-    require(
-        options.normalize, "sow_weights needs normalize=True: without a normaliser no attention weights are implied"
-    )
+    require(options.normalize, "sow_weights needs normalize=True: without a normaliser no attention weights are implied")
 
 
 def check_decode(inputs: Inputs, *, is_causal: bool, sow_weights: bool) -> None:
@@ -232,9 +224,7 @@ def check_decode(inputs: Inputs, *, is_causal: bool, sow_weights: bool) -> None:
 
 def hedgehog_projection(head_dim: int, num_features: int | None) -> int:
     """F/2, the columns of Hedgehog's kernel."""
-    require(
-        num_features is None or num_features % 2 == 0, f"num_features must be even for Hedgehog, got {num_features}"
-    )
+    require(num_features is None or num_features % 2 == 0, f"num_features must be even for Hedgehog, got {num_features}")
     return head_dim if num_features is None else num_features // 2
 
 
