@@ -141,6 +141,14 @@ def attention(query, key, value, kv, key_sum, seen: Visible, *, feature_map, nor
     return output, new_kv, new_key_sum
 
 
+def one_head(q, k, v):
+    """Causal attention of long sequences [T, D], [T, D], [T, E] by cumulative sums: (output, S_T, Z_T)."""
+    phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
+    kv, key_sum = np.cumsum(phi_k[:, :, None] * v[:, None, :], axis=0), np.cumsum(phi_k, axis=0)
+    output = np.einsum("tf,tfe->te", phi_q, kv) / np.einsum("tf,tf->t", phi_q, key_sum)[:, None]
+    return output, kv[-1], key_sum[-1]
+
+
 def gradients(function, arguments, seen: Visible, cotangents, step: float = 1e-30) -> list[np.ndarray]:
     """The gradient of Σ ⟨result, cotangent⟩ for each argument, row by row, by Im f(x + i·h) / h: no cancellation.
 
