@@ -72,7 +72,8 @@ def test_same_seed_gives_flax_parameters():
     attributes = {"normalize_qk": True, "use_bias": False, "param_dtype": jnp.bfloat16}
     x = inputs(1, 2), inputs(1, 3)
     ours, theirs = (
-        cls(2, **attributes).init(jax.random.key(0), *x) for cls in (LinearAttention, nn.MultiHeadDotProductAttention)
+        quick_jit(cls(2, **attributes).init)(jax.random.key(0), *x)
+        for cls in (LinearAttention, nn.MultiHeadDotProductAttention)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -102,11 +103,13 @@ def value_and_gradients(module, variables, x, mask=None):
     return output, to_numpy(gradients)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_pads_of_nan_change_nothing(is_causal):
-    """Left pads: the other tokens' output, and every parameter's gradient, are those of the rows by themselves."""
+def test_pads_of_nan_change_nothing():
+    """Left pads: the other tokens' output, and every parameter's gradient, are those of the rows by themselves.
+
+    Not causal; the causal case is among the tests of NNX, and the code is the same.
+    """
     with x64():
-        module = layer(is_causal=is_causal, normalize_qk=True, param_dtype=jnp.float64)
+        module = layer(normalize_qk=True, param_dtype=jnp.float64)
         lengths, x = (3, 5), inputs(2, 5, dtype=jnp.float64)
         mask = jnp.asarray(ragged(lengths, 5))
         padded = jnp.where(mask[..., None], x, jnp.nan)
@@ -117,7 +120,6 @@ def test_pads_of_nan_change_nothing(is_causal):
             assert_close(output[row, 5 - n :], alone[row][0][0])
         expected = jax.tree.map(jnp.add, alone[0][1], alone[1][1])
         jax.tree.map(lambda a, b: assert_close(a, b, floor=0.1), gradients, expected)
-        assert not is_causal or not jnp.any(output[~mask])
 
 
 def test_16_bit_computation_keeps_float32_sums():
@@ -235,13 +237,13 @@ def test_stacked_layers_decode():
 def test_learnable_maps_start_as_said():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 6)), jnp.float32)
     hedgehog, t2r = Hedgehog(), T2R(num_features=9)
-    output, variables = hedgehog.init_with_output(jax.random.key(0), x)
+    output, variables = quick_jit(hedgehog.init_with_output)(jax.random.key(0), x)
     assert_close(output, jnp.concatenate([jax.nn.softmax(x), jax.nn.softmax(-x)], axis=-1))
     assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (3, 6, 6), "bias": (3, 6)}
-    output, variables = t2r.init_with_output(jax.random.key(0), x)
+    output, variables = quick_jit(t2r.init_with_output)(jax.random.key(0), x)
     assert output.shape == (2, 5, 3, 9)
     assert_close(output, np.maximum(np.einsum("bthd,hdf->bthf", x, variables["params"]["kernel"]), 0))
-    assert T2R().init(jax.random.key(0), x)["params"]["kernel"].shape == (3, 6, 6)
+    assert jax.eval_shape(T2R().init, jax.random.key(0), x)["params"]["kernel"].shape == (3, 6, 6)
 
 
 def test_learnable_maps_learn_in_every_form():
@@ -268,14 +270,15 @@ def test_learnable_maps_learn_in_every_form():
 def test_random_features_are_saved_but_no_parameters():
     x = inputs(2, 5)
     first, second = (layer(feature_map=feature_maps.favor_plus(jax.random.key(seed), 2, 5)) for seed in (0, 1))
-    variables = first.init(jax.random.key(0), x)
+    variables = quick_jit(first.init)(jax.random.key(0), x)
     assert set(variables["params"]) == {"query", "key", "value", "out"}
-    output = first.apply(variables, x)
+    output = apply(first, variables, x)
     params = {"params": variables["params"]}
-    np.testing.assert_array_equal(first.apply(params, x), output)
-    assert np.any(second.apply(params, x) != output)
-    restored = serialization.from_bytes(second.init(jax.random.key(1), x), serialization.to_bytes(variables))
-    np.testing.assert_array_equal(second.apply(restored, x), output)
+    assert_close(apply(first, params, x), output)
+    assert np.any(np.abs(apply(second, params, x) - output) > 0.01)
+    empty = jax.tree.map(np.zeros_like, variables)
+    restored = serialization.from_bytes(empty, serialization.to_bytes(variables))
+    np.testing.assert_array_equal(apply(second, restored, x), output)
 
 
 # --- options and errors -----------------------------------------------------------------------------------------------
@@ -295,14 +298,15 @@ def test_dropout_of_weights_raises():
 def test_weights_are_sown_on_request():
     module, x = layer(is_causal=True), inputs(2, 3, 5)
     variables = init(module, x)
-    output, changed = module.apply(variables, x, mutable=["intermediates"])
+    output, changed = quick_jit(functools.partial(module.apply, mutable=["intermediates"]))(variables, x)
     assert not changed
-    _, changed = module.apply(variables, x, sow_weights=True, mutable=["intermediates"])
+    sowing = functools.partial(module.apply, sow_weights=True, mutable=["intermediates"])
+    _, changed = quick_jit(sowing)(variables, x)
     (weights,) = changed["intermediates"]["attention_weights"]
     assert weights.shape == (2, 3, HEADS, 5, 5)
-    params = variables["params"]
-    value = jnp.einsum("abtf,fhd->abthd", x, params["value"]["kernel"]) + params["value"]["bias"]
-    by_weights = jnp.einsum("abhts,abshd,hdf->abtf", weights, value, params["out"]["kernel"]) + params["out"]["bias"]
+    params = to_numpy(variables["params"])
+    value = np.einsum("abtf,fhd->abthd", x, params["value"]["kernel"]) + params["value"]["bias"]
+    by_weights = np.einsum("abhts,abshd,hdf->abtf", weights, value, params["out"]["kernel"]) + params["out"]["bias"]
     assert_close(output, by_weights)
 
 
