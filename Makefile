@@ -45,10 +45,12 @@ clean:
 
 # A stamp is as new as its last installation, so that a second call has nothing to do.
 $(VENV)/lm.stamp: pyproject.toml | $(BIN)/python
+	@echo "installing jax, flax, optax and what else the language model needs (a minute or two)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[lm]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
+	@echo "installing the project with all that its tests need (a minute or two)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(VENV)/lm.stamp
 

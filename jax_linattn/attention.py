@@ -81,8 +81,9 @@ def linear_attention(
       eps: added to that sum; the exact ratio needs none.
       scale: with ``normalize=False`` alone, a factor on the output; None = 1.
       log_decay: natural log of the decay a token. Not supported yet.
-      segment_ids: int [B, T], runs of equal ids that do not come back: a query sees keys with its id alone, so packed
-        documents stay apart. Not causal: also a pair (query ids [B, T], key ids [B, S]). Unbatched without B.
+      segment_ids: int [B, T], runs of equal ids that do not come back (not checked; causal, a returning id would be a new
+        run): a query sees keys with its id alone, so packed documents stay apart. Not causal: also a pair (query ids
+        [B, T], key ids [B, S]). Unbatched without B.
       query_seq_lengths: int [B], unbatched []: output rows from here on are 0, whatever their queries hold. (Not causal, a
         mask is of keys alone: a NaN in the query of a pad is this argument's to hide.)
       key_value_seq_lengths: int [B], unbatched []: keys from here on are removed.
@@ -106,7 +107,7 @@ def linear_attention(
       (1, 100, 4, 16)
     """
     checks.check_bool("is_causal", is_causal)
-    checks.check_one_of("implementation", implementation, [None, *(CAUSAL_FORMS if is_causal else BIDIRECTIONAL_FORMS)])
+    _check_implementation(implementation, is_causal)
     (query, key, value), unbatched = checks.sequences(query, key, value, same_length=is_causal)
     hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
     hiding = Hiding(*map(checks.add_batch, hiding)) if unbatched else hiding
@@ -161,7 +162,7 @@ def causal_linear_attention(
       ValueError: naming the argument, what it got and what would be right.
       NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
     """
-    checks.check_one_of("implementation", implementation, [None, *CAUSAL_FORMS])
+    _check_implementation(implementation, is_causal=True)
     (query, key, value), _ = checks.sequences(query, key, value, same_length=True, batched=True)
     rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, True)
     hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths, state_segment_ids)
@@ -269,6 +270,14 @@ def attention_weights(
 
 
 # --- from arguments to tokens and rule --------------------------------------------------------------------------------
+
+
+def _check_implementation(implementation, is_causal: bool) -> None:
+    if not is_causal and implementation in CAUSAL_FORMS and implementation not in BIDIRECTIONAL_FORMS:
+        raise ValueError(
+            f"implementation={implementation!r} needs is_causal=True; without it use {list(BIDIRECTIONAL_FORMS)}"
+        )
+    checks.check_one_of("implementation", implementation, [None, *(CAUSAL_FORMS if is_causal else BIDIRECTIONAL_FORMS)])
 
 
 def _rule(feature_map, normalize, eps, scale, precision, log_decay, is_causal) -> Rule:

@@ -224,8 +224,10 @@ def check_feature_map(feature_map, part: str = "feature_map") -> None:
         return
     hint = "; feature_maps.get(name) gives the function of a name" if isinstance(feature_map, str) else ""
     hint = "; make an instance of the class first" if isinstance(feature_map, type) else hint
+    makes_a_map = any(feature_map is maker for maker in (feature_maps.dpfp, feature_maps.favor_plus))
+    hint = "; that function makes one: dpfp(2), favor_plus(key, dim, num_features)" if makes_a_map else hint
     require(
-        callable(feature_map) and not isinstance(feature_map, type),
+        callable(feature_map) and not isinstance(feature_map, type) and not makes_a_map,
         f"{part} must be a function [..., heads, D] -> [..., heads, F] or a FeatureMap, got {feature_map!r}{hint}",
     )
 

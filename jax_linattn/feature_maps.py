@@ -170,6 +170,9 @@ class FavorPlus:
         return self(x)
 
     def _scaled(self, x: Array) -> tuple[Array, Array]:
+        dim = self.projection.shape[-1]
+        if x.shape[-1] != dim:
+            raise ValueError(f"this favor_plus map was drawn for head dim {dim}, got {x.shape[-1]}")
         x = x * x.shape[-1] ** -0.25
         u = jnp.einsum("...d,fd->...f", x, self.projection.astype(x.dtype), precision="highest")
         half_square = jnp.sum(jnp.square(x), axis=-1) / 2

@@ -176,7 +176,7 @@ def test_options_that_will_not_do(tmp_path):
     for name, value, message in [
         ("steps", 0, "steps must be a positive whole number"),
         ("context", 5000, "too few for sequences of 5000"),
-        ("warmup_steps", 45, "warmup_steps must be below steps"),
+        ("warmup_steps", -1, "warmup_steps must be at least 0"),
         ("learning_rate", 0.0, "learning_rate must be above 0"),
         ("seed", -1, "seed must be at least 0"),
         ("sample.prompt", "Ä", "lacks: 'Ä'"),

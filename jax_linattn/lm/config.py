@@ -32,7 +32,7 @@ def default_config() -> Config:
     config.batch_size = 16
     config.steps = 1000
     config.learning_rate = 6e-3  # at its peak, after warm-up; a cosine down to a hundredth from there
-    config.warmup_steps = 50
+    config.warmup_steps = 50  # at most a tenth of the steps
     config.weight_decay = 0.1  # of matrices alone
     config.clip_norm = 1.0  # of the gradient, over all parameters
 
@@ -41,7 +41,7 @@ def default_config() -> Config:
     config.validation_batches = 24  # at most, spread over the validation text; at the end all of it is used
 
     config.sample = ConfigDict()
-    config.sample.prompt = ""  # "" = the first 32 characters of the validation text
+    config.sample.prompt = ""  # "" = the start of the first long line of the validation text
     config.sample.length = 800  # characters
     config.sample.temperature = 0.8  # 0 = the likeliest character
     return config.lock()

@@ -54,9 +54,9 @@ class Summary:
             ("tokens a second", f"{self.tokens_per_second:,.0f}"),
             ("training bits/char", f"{self.train_bits:.3f}"),
             ("validation bits/char", f"{self.validation_bits:.3f}"),
-            ("trigram bits/char", f"{self.trigram_bits:.3f}"),
-            ("against the trigram", f"{abs(difference):.3f} {'better' if difference > 0 else 'WORSE'}"),
-            ("files", self.folder),
+            ("trigram bits/char", f"{self.trigram_bits:.3f} (a table of counts, the baseline)"),
+            ("against the trigram", f"{abs(difference):.3f} {'better' if difference > 0 else 'worse: train for longer'}"),
+            ("files", f"{self.folder}: loss.png, sample.txt, metrics.jsonl, config.json, checkpoints"),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -87,7 +87,7 @@ def _check_options(config: Config) -> None:
         check_positive_int(name, config[name])
     for name, value in {"learning_rate": config.learning_rate, "clip_norm": config.clip_norm}.items():
         require(value > 0, f"{name} must be above 0, got {value}")
-    not_negative = {"seed": config.seed, "weight_decay": config.weight_decay}
+    not_negative = {"seed": config.seed, "weight_decay": config.weight_decay, "warmup_steps": config.warmup_steps}
     not_negative |= {f"sample.{name}": config.sample[name] for name in ("length", "temperature")}
     for name, value in not_negative.items():
         require(value >= 0, f"{name} must be at least 0, got {value}")
@@ -95,9 +95,9 @@ def _check_options(config: Config) -> None:
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """AdamW behind gradient clipping; a linear warm-up, then a cosine down to a hundredth."""
-    require(0 <= config.warmup_steps < config.steps, f"warmup_steps must be below steps, got {config.warmup_steps}")
+    warmup_steps = min(config.warmup_steps, config.steps // 10)  # so that a short trial needs no other option
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.warmup_steps, config.steps, config.learning_rate / 100
+        0.0, config.learning_rate, warmup_steps, config.steps, config.learning_rate / 100
     )
     adamw = optax.adamw(schedule, b2=0.99, weight_decay=config.weight_decay, mask=_matrices)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
@@ -175,7 +175,7 @@ def _save(checkpoints, step: int, run: Run, state: TrainState) -> None:
 def _finish(run: Run, state: TrainState, line: dict[str, Any], trigram: float) -> report.Summary:
     """The sample, the plot and the summary."""
     config, vocabulary = run.config, run.corpus.vocabulary
-    prompt = config.sample.prompt or vocabulary.decode(run.corpus.validation[:32])
+    prompt = config.sample.prompt or _default_prompt(vocabulary.decode(run.corpus.validation[:20_000]))
     model = nnx.merge(run.graphdef, nnx.State(state.params))
     how = {"temperature": config.sample.temperature, "seed": config.seed}
     (written,) = continue_texts(model, vocabulary, [prompt], config.sample.length, **how)
@@ -184,7 +184,7 @@ def _finish(run: Run, state: TrainState, line: dict[str, Any], trigram: float) -
     report.plot_losses(metrics, trigram, config.name, run.folder / checkpoint.PLOT)
     summary = report.Summary(
         folder=str(run.folder),
-        attention=config.model.attention,
+        attention=config.model.attention + (f" ({config.model.feature_map})" if config.model.attention == "linear" else ""),
         parameters=count_parameters(state.params),
         tokens=line["tokens"],
         seconds=line["seconds"],
@@ -195,6 +195,12 @@ def _finish(run: Run, state: TrainState, line: dict[str, Any], trigram: float) -
     last_line = {"step": config.steps, "summary": dataclasses.asdict(summary)}
     report.append_metrics(run.folder / checkpoint.METRICS, last_line)
     return summary
+
+
+def _default_prompt(text: str) -> str:
+    """The start of the first long line that begins with a letter: prose, where there is some."""
+    lines = (line for line in text.splitlines() if len(line) > 50 and line[0].isalpha())
+    return next(lines, text)[:32]
 
 
 def compile_step(run: Run) -> Callable[[TrainState, Batch], tuple[TrainState, Array, Array]]:
