@@ -4,7 +4,7 @@ First derivatives in every argument are beside the oracle's in `test_forms`; her
 Field cases 12, 35, 36, 43 (nothing blocks jvp and Hessians).
 """
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import ONE_OF_EACH, Case, Form, Shape, draw
-from harness import attend, quick_jit, x64
+from harness import attend, normal, quick_jit, x64
 from jax.test_util import check_grads
 from tolerance import assert_close, relative_rms
 
@@ -25,78 +25,102 @@ SMALL = Shape(1, 3, 2, 2, 1, 1, 1, 2)
 CLOSE = {"atol": 1e-6, "rtol": 1e-6, "eps": 1e-5}  # of finite differences in float64
 
 
-def _loss(form, is_causal, rule, problem):
+def _loss(form, is_causal, problem):
     def loss(arguments):
-        results = attend(form, is_causal, feature_maps.elu_plus_one, rule, arguments, {})
+        results = attend(form, is_causal, feature_maps.elu_plus_one, {}, arguments, {})
         return sum(jnp.sum(jnp.sin(x) * w) for x, w in zip(results, problem.cotangents, strict=True))
 
     return loss
 
 
+def _problem(is_causal):
+    return draw(Case("second order", SMALL, is_causal, with_state=is_causal))
+
+
+def _flat(arrays):
+    """All numbers in one vector, and the way back."""
+    ends = np.cumsum([x.size for x in arrays])
+
+    def unflatten(x):
+        parts = (x[end - like.size : end] for end, like in zip(ends, arrays, strict=True))
+        return [part.reshape(like.shape) for part, like in zip(parts, arrays, strict=True)]
+
+    return np.concatenate([x.ravel() for x in arrays]), unflatten
+
+
+@functools.cache
+def _expected_hessian(is_causal):
+    """Central differences of the oracle's gradients, good to about 1e-9."""
+    problem = _problem(is_causal)
+    flat, unflatten = _flat(problem.arguments)
+    seen = oracle.visible(SMALL.batch, SMALL.length, SMALL.length if is_causal else SMALL.key_length, is_causal)
+
+    def results(*arguments):
+        *arguments, seen = arguments
+        sums = arguments[3:] or (None, None)
+        outputs = oracle.attention(*arguments[:3], *sums, seen, feature_map=oracle.elu_plus_one)
+        return [np.sin(y) for y in outputs[: len(problem.cotangents)]]
+
+    def gradient(x):
+        parts = oracle.gradients(results, unflatten(x), seen, problem.cotangents)
+        return np.concatenate([part.ravel() for part in parts])
+
+    step = 1e-5
+    return np.stack([(gradient(flat + d) - gradient(flat - d)) / (2 * step) for d in step * np.eye(flat.size)])
+
+
 @pytest.mark.parametrize(
     ("form", "is_causal"),
-    [*((form, True) for form in ONE_OF_EACH), (BIDIRECTIONAL[1], False)],
+    [*((form, True) for form in ONE_OF_EACH), *((form, False) for form in BIDIRECTIONAL)],
     ids=lambda x: str(x) if isinstance(x, Form) else ("causal" if x else "both_ways"),
 )
-def test_second_order_in_both_modes(form, is_causal):
-    """Finite differences of first and of second derivatives, forward and reverse, in every argument."""
-    problem = draw(Case("check_grads", SMALL, is_causal, with_state=is_causal))
+def test_second_derivatives_in_every_mode(form, is_causal):
+    """The whole Hessian, and along directions forward over forward, reverse over forward, reverse over reverse."""
+    problem = _problem(is_causal)
+    flat, unflatten = _flat(problem.arguments)
+    u, w = normal(4, flat.shape, flat.shape, dtype=np.float64)
+
+    def loss(x):
+        return _loss(form, is_causal, problem)(unflatten(x))
+
+    @quick_jit
+    def derivatives(x):
+        along_u = lambda x: jax.jvp(loss, (x,), (u,))[1]
+        return (
+            jax.hessian(loss)(x),
+            jax.jvp(along_u, (x,), (w,))[1],
+            jax.grad(along_u)(x),
+            jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), u))(x),
+        )
+
     with x64():
-        loss = _loss(form, is_causal, {}, problem)
+        hessian, forward, reverse_over_forward, reverse = derivatives(flat)
+    want = _expected_hessian(is_causal)
+    for got, expected in ((hessian, want), (forward, u @ want @ w), (reverse_over_forward, want @ u), (reverse, want @ u)):
+        assert relative_rms(got, expected) < 1e-8
+
+
+def test_check_grads():
+    """The usual check, in the default form: first and second order, forward and reverse, every argument."""
+    problem = _problem(is_causal=True)
+    with x64():
+        loss = _loss(Form("chunked", 2), True, problem)
         arguments = [jnp.asarray(x) for x in problem.arguments]
         check_grads(jax.jit(lambda *x: loss(x)), arguments, order=2, modes=("fwd", "rev"), **CLOSE)
 
 
-@pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
-def test_hessian(form):
-    """Every second derivative, beside central differences of the oracle's gradients: they are good to about 1e-9."""
-    case = Case("hessian", SMALL, True)
-    problem = draw(case)
-    sizes = [x.size for x in problem.arguments]
-    flat = np.concatenate([x.ravel() for x in problem.arguments])
-
-    def unflatten(x):
-        parts = x[: flat.size], *np.cumsum(sizes)[:-1]
-        return [part.reshape(y.shape) for part, y in zip(np.split(parts[0], parts[1:]), problem.arguments, strict=True)]
-
-    seen = oracle.visible(SMALL.batch, SMALL.length, SMALL.length, True)
-
-    def oracle_gradient(x):
-        def results(q, k, v, kv, key_sum, seen):
-            outputs = oracle.attention(q, k, v, kv, key_sum, seen, feature_map=oracle.elu_plus_one)
-            return [np.sin(y) for y in outputs]
-
-        return np.concatenate([g.ravel() for g in oracle.gradients(results, unflatten(x), seen, problem.cotangents)])
-
-    step = 1e-5
-    want = np.stack(
-        [(oracle_gradient(flat + d) - oracle_gradient(flat - d)) / (2 * step) for d in step * np.eye(flat.size)]
-    )
-    with x64():
-
-        def loss(x):
-            starts = [0, *itertools.accumulate(sizes)]
-            arguments = [x[a:b].reshape(y.shape) for a, b, y in zip(starts, starts[1:], problem.arguments, strict=False)]
-            return _loss(form, True, {}, problem)(arguments)
-
-        got = quick_jit(jax.hessian(loss))(flat)
-    assert relative_rms(got, want) < 1e-8
-    np.testing.assert_allclose(got, got.T, atol=1e-12)
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_step(normalize):
+def test_step():
     """The step by itself: in the state too, and in a scale that is an array."""
-    case = Case("check_grads", SMALL, True)
-    tokens, (kv, key_sum) = draw(case).arguments[:3], draw(case).arguments[3:]
+    tokens, (kv, key_sum) = _problem(True).arguments[:3], _problem(True).arguments[3:]
     with x64():
         state = init_state(*(jnp.asarray(x) for x in tokens[1:]))
 
         @jax.jit
         def loss(q, k, v, kv, key_sum, scale):
-            options = {} if normalize else {"normalize": False, "scale": scale}
-            after, output = linear_attention_step(state._replace(kv=kv, key_sum=key_sum), q, k, v, **options)
-            return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.cos(after.kv)) + jnp.sum(jnp.cos(after.key_sum))
+            state_in = state._replace(kv=kv, key_sum=key_sum)
+            after, output = linear_attention_step(state_in, q, k, v)
+            _, scaled = linear_attention_step(state_in, q, k, v, normalize=False, scale=scale)
+            return sum(jnp.sum(jnp.sin(x)) for x in (output, scaled, after.kv, after.key_sum))
 
         arguments = [*(jnp.asarray(x[:, 0]) for x in tokens), jnp.asarray(kv), jnp.asarray(key_sum), jnp.array(0.7)]
         check_grads(loss, arguments, order=2, modes=("fwd", "rev"), **CLOSE)
