@@ -12,7 +12,7 @@ from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.forms import associative, chunked, quadratic, recurrent
 from jax_linattn.forms.tokens import Rule, Tokens, count_runs
 from jax_linattn.selection import select_chunk_size, select_implementation
-from jax_linattn.state import LinearAttentionState, empty_state, vary_with
+from jax_linattn.state import LinearAttentionState, empty_state, vary_with, without_scale
 
 Implementation = Literal["quadratic", "recurrent", "associative", "chunked"]
 
@@ -360,7 +360,7 @@ def _empty_output(tokens: Tokens) -> Array:
 
 
 def _step(tokens, state, rule):
-    return recurrent.step(state, tokens, rule)
+    return recurrent.step(without_scale(state), tokens, rule)
 
 
 def _compiled(form, rule: Rule):

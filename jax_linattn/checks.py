@@ -103,7 +103,7 @@ def _vectors(query, key, value, ranks: dict[int, str]) -> tuple[Array, Array, Ar
 
 def _array(name: str, x) -> Array:
     require(hasattr(x, "dtype") and hasattr(x, "shape"), f"{name} must be an array, got {type(x).__name__}")
-    return jnp.asarray(x)
+    return x if isinstance(x, Array) else jnp.asarray(x)
 
 
 def keys_and_values(key, value) -> None:
@@ -154,9 +154,13 @@ def integers(name: str, x, shape: tuple[int, ...], meaning: str) -> Array:
     got = f"got {getattr(x, 'dtype', type(x).__name__)} {np.shape(x)}"
     message = f"{name} must be an integer array of shape {meaning} = {shape}, {got}"
     require(hasattr(x, "dtype") or isinstance(x, list | int), message)
+    dtype = dtypes.canonicalize_dtype(int)  # one dtype, so that ids of different arrays compare
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.size:
+        fits = np.iinfo(dtype).min <= x.min() and x.max() <= np.iinfo(dtype).max
+        require(fits, f"{name} must fit {dtype}, got values from {x.min()} to {x.max()}")
     x = jnp.asarray(x)
     require(jnp.issubdtype(x.dtype, jnp.integer) and x.shape == shape, message)
-    return x.astype(dtypes.canonicalize_dtype(int))  # one dtype, so that ids of different arrays compare
+    return x.astype(dtype)
 
 
 def length_mask(name: str, lengths, batch: int, length: int) -> Array | None:
@@ -265,6 +269,11 @@ def _trace_features(make_map, leaves, heads: tuple[tuple[str, int], ...], dim: i
         if isinstance(result, tuple) and name == "key":
             raise NotImplementedError("a key map that returns (features, log_scale) is not supported yet")
         phi = result[0] if isinstance(result, tuple) else result
+        require(
+            not isinstance(result, tuple) or (len(result) == 2 and jnp.shape(result[1]) == jnp.shape(phi)[:-1]),
+            f"feature_map must give {name} features [..., {num_heads}, F] or (features, log_scale [..., {num_heads}]), "
+            f"got {result}",
+        )
         fits = getattr(phi, "ndim", None) == 3 and phi.shape[:2] == token.shape[:2] and phi.dtype == token.dtype
         require(
             fits and phi.shape[-1] > 0,

@@ -190,6 +190,8 @@ def one_dtype(*arrays: Array) -> list[Array]:
 
 def check_sizes(num_heads: int, num_kv_heads: int, qkv_features: int) -> int:
     """Returns the head dim."""
+    sizes = f"num_heads={num_heads}, num_kv_heads={num_kv_heads} and qkv_features={qkv_features}"
+    require(min(num_heads, num_kv_heads, qkv_features) >= 1, f"{sizes} must be at least 1 each")
     require(qkv_features % num_heads == 0, f"qkv_features must be divisible by num_heads = {num_heads}, got {qkv_features}")
     require(num_heads % num_kv_heads == 0, f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
     return qkv_features // num_heads

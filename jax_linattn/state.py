@@ -27,6 +27,14 @@ def empty_state(batch: int, num_heads: int, num_features: int, value_dim: int, d
     )
 
 
+def without_scale(state: LinearAttentionState) -> LinearAttentionState:
+    """The same state with log_scale 0: what forms without a running scale go on from."""
+    factor = jnp.exp(state.log_scale)
+    return LinearAttentionState(
+        state.kv * factor[..., None, None], state.key_sum * factor[..., None], jnp.zeros_like(state.log_scale)
+    )
+
+
 def vary_with(tree, *sources):
     """Gives the leaves of `tree` the varying axes of all arrays in `sources`, so that they can be a scan's carry.
 

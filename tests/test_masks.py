@@ -205,3 +205,20 @@ def test_a_masked_step_may_hold_nan():
         linear_attention_step(state, *dirty, mask=mask),
         linear_attention_step(state, *token, mask=mask),
     )
+
+
+@pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
+def test_pads_are_harmless_to_maps_without_a_derivative_at_zero(form):
+    """x / |x| has none; a pad to a full chunk, or a masked token, may not bring its NaN into anybody's gradient."""
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def loss(query, key, value, mask):
+        how = {"feature_map": unit, "normalize": False, "is_causal": True, **form.options()}
+        return jnp.sum(linear_attention(query, key, value, mask=mask, **how))
+
+    arguments = [jnp.asarray(x) for x in normal(0, *[(1, 11, 2, 3)] * 3)]
+    for mask in (None, jnp.arange(11)[None] % 3 > 0):
+        for gradient in quick_jit(jax.grad(loss, (0, 1, 2)))(*arguments, mask):
+            assert np.isfinite(gradient).all()

@@ -184,3 +184,19 @@ def test_random_segments_and_masks(seed):
     jax.tree.map(close, chunked, recurrent)
     jax.tree.map(close, associative, recurrent)
     jax.tree.map(close, *two)
+
+
+@pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
+def test_overflow_stays_in_its_segment(form):
+    """Finite values whose sum is no float: the next document, in this call or a later one, is exact."""
+    key = jnp.ones((1, 6, 1, 2))
+    value = key.at[0, :3].set(2e38)
+    ids = jnp.array([[0, 0, 0, 1, 1, 1]])
+    attend = lambda key, value, ids, **how: causal_linear_attention(
+        key, key, value, segment_ids=ids, **how, **form.options()
+    )
+    _, output = attend(key, value, ids)
+    np.testing.assert_array_equal(output[0, 3:], 1)
+    state, _ = attend(key[:, :3], value[:, :3], ids[:, :3])
+    _, output = attend(key[:, 3:], value[:, 3:], ids[:, 3:], state=state, state_segment_ids=jnp.array([0]))
+    np.testing.assert_array_equal(output, 1)

@@ -208,3 +208,18 @@ def test_two_maps_share_one_state():
     state, _ = causal_linear_attention(*tokens, feature_map=maps)
     other, _ = causal_linear_attention(*tokens, feature_map=feature_maps.softplus)
     jax.tree.map(np.testing.assert_array_equal, state, other)
+
+
+def test_log_scale_belongs_to_the_sums():
+    """True sums are leaf · exp(log_scale): the same state in other units gives the same outputs."""
+    query, key, value = (jnp.asarray(x) for x in normal(0, *[(2, 5, 2, 3)] * 3))
+    state, _ = causal_linear_attention(query, key, value)
+    kv, key_sum, log_scale = state
+    factor = jnp.exp(log_scale - 1.5)
+    other = LinearAttentionState(kv * factor[..., None, None], key_sum * factor[..., None], log_scale + 1.5)
+    after, output = causal_linear_attention(query, key, value, state=other, normalize=False)
+    expected_after, expected = causal_linear_attention(query, key, value, state=state, normalize=False)
+    for got, want in zip((*after, output), (*expected_after, expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    _, stepped = linear_attention_step(other, query[:, 0], key[:, 0], value[:, 0], normalize=False)
+    np.testing.assert_allclose(stepped, expected[:, 0], rtol=1e-5, atol=1e-5)

@@ -37,18 +37,22 @@ def attend(
     k = heads.group_keys(key_features(rule, tokens))
     v = heads.group_values(clean(tokens.value, tokens.key_mask))
     visible = jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool))
-    k_left, q_before, keep = k, q, None
+    k_left, q_before, keep, continues = k, q, None, None
     if run is not None:
         runs = tokens.key_segment  # [n, B, C]
         visible = visible & (runs[..., :, None] == runs[..., None, :])
         before, last = jnp.concatenate([run[None], runs[:-1, :, -1]]), runs[..., -1]  # [n, B]
         keep, run = before == last, last[-1]
         k_left = jnp.where((runs == last[..., None])[..., None, :, None], k, 0)
-        q_before = heads.where_time((runs == before[..., None])[..., None], q)
+        continues = (runs == before[..., None])[..., None]  # [n, B, C, 1]: whether a token sees the sums before its chunk
+        q_before = heads.where_time(continues, q)
     weights = heads.where_time(visible, rule.einsum("nbgxf,nbgcf->nbgxc", q, k))
     sums_before, sums = prefix(key_value_sums(rule, k_left, v, heads), keep, sums)
-    numerator = rule.einsum("nbgxc,nbgce->nbgxe", weights, v) + read(rule, q_before, sums_before)
-    denominator = jnp.sum(weights, axis=-1)[..., None] + read_normalizer(rule, q_before, sums_before)
+    read_kv, read_key_sum = read(rule, q_before, sums_before), read_normalizer(rule, q_before, sums_before)
+    if continues is not None:  # once more: 0 · inf of another segment's overflow is not 0
+        read_kv, read_key_sum = heads.where_time(continues, read_kv), heads.where_time(continues, read_key_sum)
+    numerator = rule.einsum("nbgxc,nbgce->nbgxe", weights, v) + read_kv
+    denominator = jnp.sum(weights, axis=-1)[..., None] + read_key_sum
     return sums, run, output(rule, numerator, denominator, tokens, heads)
 
 

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jax_linattn import feature_maps
 from jax_linattn.dtypes import accumulator_dtype
-from jax_linattn.state import LinearAttentionState, vary_with
+from jax_linattn.state import LinearAttentionState, vary_with, without_scale
 
 
 class Tokens(NamedTuple):
@@ -59,22 +59,27 @@ class Rule:
         return jnp.einsum(*args, precision=self.precision)
 
 
-def clean(x: Array, mask: Array | None) -> Array:
-    """Zeros, in the dtype of sums, where a token is masked: what a pad holds, NaN and inf included, goes no further."""
+def clean(x: Array, mask: Array | None, fill: float = 0) -> Array:
+    """x in the dtype of sums, and `fill` where a token is masked: what a pad holds, NaN and inf included, ends here."""
     x = x.astype(accumulator_dtype(x.dtype))
-    return x if mask is None else jnp.where(mask[..., None, None], x, 0)
+    return x if mask is None else jnp.where(mask[..., None, None], x, fill)
+
+
+# What maps are given in place of a masked token. Not 0: a map that divides by a norm or a sum has no derivative there, and
+# 0 · NaN would reach the gradients of everything else.
+FILL = 1
 
 
 def key_features(rule: Rule, tokens: Tokens) -> Array:
     """φ(k) [..., K, F], 0 for a masked token."""
     _, key_map = feature_maps.split(rule.feature_map)
-    return clean(key_map(clean(tokens.key, tokens.key_mask)), tokens.key_mask)
+    return clean(key_map(clean(tokens.key, tokens.key_mask, FILL)), tokens.key_mask)
 
 
 def query_features(rule: Rule, tokens: Tokens) -> Array:
     """φ(q) [..., H, F], each row scaled by a power of two to size 1 where the exact normaliser takes that out again."""
     query_map, _ = feature_maps.split(rule.feature_map)
-    features = query_map(clean(tokens.query, tokens.query_mask))
+    features = query_map(clean(tokens.query, tokens.query_mask, FILL))
     features, log_scale = features if isinstance(features, tuple) else (features, None)
     if rule.normalize and rule.eps == 0:
         return features * _inverse_power_of_two(jnp.max(jnp.abs(features), axis=-1, keepdims=True))
@@ -96,7 +101,7 @@ def initial_carry(rule: Rule, tokens: Tokens, state: LinearAttentionState):
     """(state, run): the carry before the first token; `run` is the [B] index of the run the state belongs to, or None."""
     runs = tokens.key_segment
     run = None if runs is None else vary_with(jnp.zeros_like(runs[:, 0]), runs)  # as the runs that follow it vary
-    return vary_with(state, tokens, rule), run
+    return vary_with(without_scale(state), tokens, rule), run
 
 
 def count_runs(segment_ids: Array, first: Array) -> Array:
