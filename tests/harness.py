@@ -10,8 +10,25 @@ from cases import MAPS, Case, Form, Problem, draw
 import jax_linattn
 from jax_linattn import LinearAttentionState
 
-# Compilation is most of the suite's time, and half of that for fast machine code. The algebra does not mind.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+def _quick_options() -> dict:
+    """Options of the compiler that this version of jax has, out of those that make it quick instead of its code."""
+    chosen = {}
+    for name, value in {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }.items():
+        try:
+            jax.jit(jnp.negative, compiler_options={name: value}).lower(1.0).compile()
+        except jax.errors.JaxRuntimeError:
+            continue
+        chosen[name] = value
+    return chosen
+
+
+# Compilation is most of the suite's time, and most of that is spent on fast machine code. The algebra does not mind.
+quick_jit = functools.partial(jax.jit, compiler_options=_quick_options())
 
 
 def x64(enabled: bool = True):
