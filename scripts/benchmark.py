@@ -1,8 +1,10 @@
-"""Time and memory of causal linear attention beside softmax attention, forward and with gradients.
+"""Time and memory of causal linear attention beside softmax attention, forward and with gradients; time of decoding.
 
     python scripts/benchmark.py --lengths 256,1024,4096
     python scripts/benchmark.py --lengths 1024,65536 --forms chunked --memory-only
+    python scripts/benchmark.py --decode --lengths 100,1000,10000,100000
 
+With --decode: a token of the language model of configs/small.py at these positions, linear beside softmax attention.
 Contestants are timed in turn in one process and the minimum of several rounds is printed, so that noise hits all alike.
 """
 
@@ -13,8 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import jax_linattn
+from jax_linattn.lm import generate
+from jax_linattn.lm.config import default_config
+from jax_linattn.lm.model import Decoder, ModelConfig
+from jax_linattn.lm.sampling import sampling
 
 
 def contestants(forms: list[Any]) -> dict:
@@ -55,6 +62,49 @@ def best_times(compiled: dict, rounds: int) -> dict:
     return best
 
 
+def decoders(position: int, batch: int) -> dict:
+    """By attention: (compiled program that writes a piece, its arguments before and after the carry, the carry)."""
+    result = {}
+    for attention in ("linear", "softmax"):
+        options = {**default_config().model.to_dict(), "attention": attention}
+        model = Decoder(ModelConfig(vocabulary_size=96, **options), rngs=nnx.Rngs(0))
+        graphdef, cache, rest = generate.with_empty_cache(model, batch, position + generate.PIECE_LENGTH)
+        tokens = jax.random.randint(jax.random.key(0), (batch, position), 0, 96)
+        if attention == "linear":
+            carry = generate.prefill(graphdef, rest, cache, tokens, None)
+        else:  # a prompt that long would take T² memory, and what a full cache holds does not change the time
+            carry = generate.prefill(graphdef, rest, cache, tokens[:, :1], None)
+            set_index = lambda path, x: jnp.full_like(x, position) if "cache_index" in jax.tree_util.keystr(path) else x
+            carry = jax.tree_util.tree_map_with_path(set_index, carry)
+        keys = jax.random.split(jax.random.key(1), batch)
+        how = {"keys": keys, "how": sampling(0.8)}
+        compiled = generate.write.lower(graphdef, rest, carry, **how, piece_length=generate.PIECE_LENGTH).compile()
+        result[attention] = compiled, rest, carry, how
+    return result
+
+
+def benchmark_decoding(positions: list[int], batch: int, rounds: int) -> None:
+    """Prints the time of a token and the bytes of the cache, by position."""
+    contestants = {(name, position): run for position in positions for name, run in decoders(position, batch).items()}
+    contestants = dict(sorted(contestants.items()))  # the large softmax caches push out no small one
+    best = dict.fromkeys(contestants, float("inf"))
+    for _ in range(rounds):
+        for name, (write, rest, carry, how) in contestants.items():
+            until = time.perf_counter() + 0.1  # many pieces a round where they are quick
+            while True:
+                copy = jax.block_until_ready(jax.tree.map(jnp.copy, carry))  # its buffers are used up
+                start = time.perf_counter()
+                jax.block_until_ready(write(rest, copy, **how))
+                best[name] = min(best[name], (time.perf_counter() - start) / generate.PIECE_LENGTH)
+                if time.perf_counter() > until:
+                    break
+    print(f"{'attention':9} {'position':>8} {'µs a token':>10} {'×first':>7} {'cache bytes':>12}")
+    for (name, position), (_, _, carry, _) in contestants.items():
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(carry.cache))
+        microseconds, ratio = best[name, position] * 1e6, best[name, position] / best[name, positions[0]]
+        print(f"{name:9} {position:8} {microseconds:10.1f} {ratio:7.2f} {size:12,}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="64,256,1024,4096", help="T, separated by commas")
@@ -65,8 +115,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--memory-only", action="store_true", help="compile and print temporaries; softmax left out")
+    parser.add_argument("--decode", action="store_true", help="time a token of the language model at positions --lengths")
     options = parser.parse_args()
 
+    if options.decode:
+        print(f"jax {jax.__version__} on {jax.default_backend()}; B={options.batch}, the model of configs/small.py")
+        return benchmark_decoding([int(length) for length in options.lengths.split(",")], options.batch, options.rounds)
     functions = contestants(options.forms.split(","))
     if options.memory_only:
         del functions["softmax"]

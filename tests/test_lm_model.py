@@ -8,37 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import count_compilations, quick_jit
-
-from jax_linattn.lm.generate import generate, pad_prompts, sample
-from jax_linattn.lm.model import Decoder, ModelConfig
-
-CONFIG = ModelConfig(
-    vocabulary_size=11,
-    attention="linear",
-    feature_map="elu_plus_one",
-    normalize=True,
-    num_layers=2,
-    num_heads=2,
-    width=12,
-    mlp_width=16,
-    convolution_width=4,
-    tied_embedding=True,
-)
-KINDS = {
-    "linear": CONFIG,
-    "softmax": dataclasses.replace(CONFIG, attention="softmax", tied_embedding=False),
-    "hedgehog": dataclasses.replace(CONFIG, feature_map="hedgehog", num_layers=1),
-}
-
-
-@functools.cache
-def model_of(kind: str) -> Decoder:
-    """A model whose parameters have all moved from where they start, so that zeros and ones hide nothing."""
-    graphdef, params = nnx.split(Decoder(KINDS[kind], rngs=nnx.Rngs(0)), nnx.Param)
-    rng = np.random.default_rng(0)
-    moved = jax.tree.map(lambda p: p + 0.3 * rng.standard_normal(p.shape).astype(np.float32), nnx.to_pure_dict(params))
-    return nnx.merge(graphdef, nnx.State(moved))
+from harness import quick_jit
+from lm_models import CONFIG, KINDS, model_of
 
 
 @functools.cache
@@ -119,46 +90,6 @@ def test_logits_depend_on_the_past_alone(kind):
     np.testing.assert_array_equal(depends, np.tril(np.ones((6, 6), bool)))
 
 
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
-def test_generation_is_greedy_decoding_of_the_whole(kind):
-    """Prompts of unequal length in one batch: every token is the likeliest after all before it."""
-    prompts = [np.array([1, 2, 3, 4, 5]), np.array([7]), np.array([3, 9])]
-    tokens, mask = pad_prompts(prompts)
-    written = np.asarray(generate(model_of(kind), tokens, 4, mask=mask, temperature=0))
-    whole, *_ = compiled(kind)
-    for row, prompt in enumerate(prompts):
-        text = np.concatenate([prompt, written[row]])
-        padded = jnp.zeros((3, 9), jnp.int32).at[:, : len(text)].set(text.astype(np.int32))
-        likeliest = np.asarray(whole(padded)[row].argmax(axis=-1))
-        np.testing.assert_array_equal(written[row], likeliest[len(prompt) - 1 : len(text) - 1])
-
-
-def test_generation_compiles_once_and_leaves_the_model_alone():
-    model = model_of("linear")
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    tokens = tokens_of(4)
-    first = generate(model, tokens, 7, key=jax.random.key(0))
-
-    def again():
-        return generate(model, tokens + 1, 7, temperature=0.5, key=jax.random.key(1))
-
-    again()  # what is not the model's own, such as the making of keys
-    assert count_compilations(again) == 0
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
-    assert first.shape == (3, 7)
-    np.testing.assert_array_equal(first, generate(model, tokens, 7, key=jax.random.key(0)))
-    assert not np.array_equal(first, generate(model, tokens, 7, key=jax.random.key(1)))
-
-
-def test_sampling():
-    logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
-    keys = jax.random.split(jax.random.key(0), 4000)
-    draws = jax.jit(jax.vmap(sample, in_axes=(0, None, None)))
-    for temperature, expected in [(1.0, [0.5, 0.3, 0.2]), (0.5, [25 / 38, 9 / 38, 4 / 38]), (0.0, [1, 0, 0])]:
-        frequencies = np.bincount(draws(keys, logits, jnp.float32(temperature)), minlength=3) / 4000
-        np.testing.assert_allclose(frequencies, expected, atol=0.03)
-
-
 def test_a_full_softmax_cache_is_seen():
     _, advance, cache = compiled("softmax")
     tokens = tokens_of(5)
@@ -185,11 +116,3 @@ def test_errors():
         model(jnp.zeros((1, 3)))
     with pytest.raises(ValueError, match="call init_cache"):
         model(jnp.zeros((1, 3), jnp.int32), decode=True)
-    with pytest.raises(ValueError, match="key must be a PRNG key unless temperature is 0"):
-        generate(model, jnp.zeros((1, 3), jnp.int32), 2)
-    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
-        generate(model, jnp.zeros((1, 3), jnp.int32), 2, temperature=-1, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"prompts must be \[B, T >= 1\]"):
-        generate(model, jnp.zeros((1, 0), jnp.int32), 2, temperature=0)
-    with pytest.raises(ValueError, match="none of them empty"):
-        pad_prompts([np.array([1]), np.array([], int)])

@@ -1,7 +1,13 @@
-"""Writing with a model: a prompt of any length in one call, then one token at a time in constant memory."""
+"""Writing with a model: a prompt of any length in one call, then pieces of text in constant memory.
+
+`prefill` is compiled once a power of two of prompt length, `write` once: what changes between calls (length, sampling,
+position) is no part of either program. Softmax models have a cache with an end, so for them both are compiled once a
+power of two of capacity as well.
+"""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,32 +15,50 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from jax_linattn.checks import require
+from jax_linattn.checks import key_mask, require
 from jax_linattn.lm.data import Vocabulary
 from jax_linattn.lm.model import Decoder
+from jax_linattn.lm.sampling import Sampling, sample, sampling
+
+PIECE_LENGTH = 32
+
+
+class Carry(NamedTuple):
+    """What goes from token to token."""
+
+    cache: Any  # the model's, as nnx.State
+    logits: Array  # [B, V], of the token that comes next
+    position: Array  # int32 [], how many tokens are written
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def generate(
     model: Decoder,
-    prompts: Array,
+    prompts,
     length: int,
     *,
-    mask: Array | None = None,
-    temperature: float | Array = 1.0,
+    mask=None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     key: Array | None = None,
 ) -> Array:
     """Continues prompts.
 
-    The prompts go through the model in one call; then a compiled loop draws a token and feeds it back. What the loop
-    carries is the model's cache, whose size does not depend on the length where attention is linear.
+    Token t of a row is drawn with fold_in(the row's key, t), so that each row is what its prompt gives alone with that
+    key, up to rounding of the logits. Calls from Python only: not inside `jax.jit`.
 
     Args:
       model: is not changed; a cache that it holds is not used.
       prompts: int [B, T], T >= 1.
       length: how many tokens to write.
       mask: bool [B, T], True = a real token: prompts of unequal length are padded on the left, as `pad_prompts` does.
-      temperature: tokens are drawn from softmax(logits / temperature); 0 = the likeliest.
-      key: a PRNG key; needed unless temperature is 0. A row's draws depend on its place in the batch alone.
+      temperature: as `sampling` takes it.
+      top_k: likewise.
+      top_p: likewise.
+      key: a PRNG key, of which row b takes fold_in(key, b), or keys [B], one a row; needed unless temperature is 0.
 
     Returns:
       int32 [B, length].
@@ -42,46 +66,85 @@ def generate(
     Raises:
       ValueError: naming the argument, what it got and what would be right.
     """
-    require(jnp.ndim(prompts) == 2 and prompts.shape[1] > 0, f"prompts must be [B, T >= 1], got {jnp.shape(prompts)}")
-    require(length >= 0, f"length must be at least 0, got {length}")
-    known = isinstance(temperature, int | float)
-    require(not known or temperature >= 0, f"temperature must be at least 0, got {temperature}")
-    require(key is not None or (known and temperature == 0), "key must be a PRNG key unless temperature is 0, got None")
-    key = jax.random.key(0) if key is None else key
-    graphdef, state = nnx.split(model)
-    temperature = jnp.asarray(temperature, jnp.float32)
-    return _generate(state, jnp.asarray(prompts), mask, temperature, key, graphdef=graphdef, length=length)
+    how = {"mask": mask, "temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
+    pieces = list(stream(model, prompts, length, **how))
+    return jax.device_put(np.concatenate([np.zeros((len(prompts), 0), np.int32), *pieces], axis=1))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "length"))
-def _generate(state, prompts, mask, temperature, key, *, graphdef, length) -> Array:
-    """Prefill, then a scan over single steps."""
-    batch, prompt_length = prompts.shape
-    model = nnx.merge(graphdef, state)
-    model.init_cache(batch, prompt_length + length)
+def stream(
+    model: Decoder,
+    prompts,
+    length: int,
+    *,
+    mask=None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Array | None = None,
+    piece_length: int = PIECE_LENGTH,
+) -> Iterator[np.ndarray]:
+    """What `generate` returns, piece by piece as it is written: int32 [B, piece_length], the last one shorter.
+
+    Arguments are those of `generate`, and are checked before the first piece is asked for.
+    """
+    tokens, mask = _check_prompts(prompts, mask)
+    is_count = isinstance(length, int | np.integer) and not isinstance(length, bool)
+    require(is_count and length >= 0, f"length must be a whole number, at least 0, got {length!r}")
+    require(piece_length >= 1, f"piece_length must be at least 1, got {piece_length}")
+    how = sampling(temperature, top_k, top_p)
+    keys = _row_keys(key, len(tokens), is_greedy=temperature == 0)
+    return _pieces(model, tokens, mask, int(length), keys, how, piece_length)
+
+
+def _pieces(model, tokens, mask, length: int, keys, how: Sampling, piece_length: int) -> Iterator[np.ndarray]:
+    if length == 0:
+        return
+    tokens, mask = _pad_left(tokens, mask, _power_of_two(tokens.shape[1]))
+    room = tokens.shape[1] + -(-length // piece_length) * piece_length
+    graphdef, cache, rest = with_empty_cache(model, len(tokens), _power_of_two(room))
+    carry = prefill(graphdef, rest, cache, tokens, mask)
+    for start in range(0, length, piece_length):
+        carry, piece = write(graphdef, rest, carry, keys, how, piece_length=piece_length)
+        yield np.asarray(piece)[:, : length - start]
+
+
+# --- compiled parts ---------------------------------------------------------------------------------------------------
+
+
+def with_empty_cache(model: Decoder, batch_size: int, capacity: int) -> tuple[Any, Any, Any]:
+    """(graphdef, cache, all other variables) of a model that decodes; capacity matters to softmax attention alone."""
+    model = nnx.merge(*nnx.split(model))
+    model.init_cache(batch_size, capacity)
     graphdef, cache, rest = nnx.split(model, nnx.Cache, ...)
-
-    def forward(cache, tokens, mask=None):
-        """(cache, logits [B, V] after the last token)."""
-        model = nnx.merge(graphdef, cache, rest)
-        logits = model(tokens, mask=mask, decode=True)
-        return nnx.state(model, nnx.Cache), logits[:, -1]
-
-    def step(carry, keys):
-        cache, logits = carry
-        tokens = jax.vmap(sample, in_axes=(0, 0, None))(keys, logits, temperature)
-        return forward(cache, tokens[:, None]), tokens
-
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
-    keys = jax.vmap(lambda row: jax.random.split(row, length))(keys)
-    _, tokens = lax.scan(step, forward(cache, prompts, mask), jnp.swapaxes(keys, 0, 1))
-    return jnp.swapaxes(tokens, 0, 1)
+    return graphdef, cache, rest
 
 
-def sample(key: Array, logits: Array, temperature: Array) -> Array:
-    """One token, int32 []: from softmax(logits / temperature), or at temperature 0 the likeliest. logits: [V]."""
-    drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny))
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)
+@functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+def prefill(graphdef, rest, cache, tokens: Array, mask: Array | None) -> Carry:
+    """Prompts int [B, T] through a model as `with_empty_cache` gives it; the cache's buffers are used up."""
+    return _forward(graphdef, rest, cache, tokens, mask, jnp.zeros((), jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "piece_length"), donate_argnames="carry")
+def write(graphdef, rest, carry: Carry, keys: Array, how: Sampling, *, piece_length: int) -> tuple[Carry, Array]:
+    """The next tokens, int32 [B, piece_length]; the carry's buffers are used up. keys: [B]."""
+
+    def step(carry: Carry, _):
+        draw_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, carry.position)
+        tokens = jax.vmap(sample, in_axes=(0, 0, None))(draw_keys, carry.logits, how)
+        return _forward(graphdef, rest, carry.cache, tokens[:, None], None, carry.position + 1), tokens
+
+    carry, tokens = lax.scan(step, carry, length=piece_length)
+    return carry, tokens.T
+
+
+def _forward(graphdef, rest, cache, tokens: Array, mask: Array | None, position: Array) -> Carry:
+    model = nnx.merge(graphdef, cache, rest)
+    logits = model(tokens, mask=mask, decode=True)
+    return Carry(nnx.state(model, nnx.Cache), logits[:, -1], position)
+
+
+# --- prompts and keys -------------------------------------------------------------------------------------------------
 
 
 def pad_prompts(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -91,13 +154,47 @@ def pad_prompts(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
       ValueError: if there is none, or an empty one among them.
     """
     require(len(prompts) > 0 and min(map(len, prompts)) > 0, "prompts must be at least one, and none of them empty")
-    length = max(map(len, prompts))
-    tokens = np.zeros((len(prompts), length), np.int32)
-    mask = np.zeros((len(prompts), length), bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, length - len(prompt) :] = prompt
-        mask[row, length - len(prompt) :] = True
-    return tokens, mask
+    longest = max(map(len, prompts))
+    rows = [_pad_left(np.asarray(p, np.int32)[None], np.ones((1, len(p)), bool), longest) for p in prompts]
+    return np.concatenate([tokens for tokens, _ in rows]), np.concatenate([mask for _, mask in rows])
+
+
+def _pad_left(tokens: np.ndarray, mask: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    pads = ((0, 0), (length - tokens.shape[1], 0))
+    return np.pad(tokens, pads), np.pad(mask, pads)
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()
+
+
+def _check_prompts(prompts, mask) -> tuple[np.ndarray, np.ndarray]:
+    prompts = np.asarray(prompts)
+    fits = prompts.ndim == 2 and prompts.size > 0 and prompts.dtype.kind in "iu"
+    require(fits, f"prompts must be an integer array [B >= 1, T >= 1], got {prompts.dtype} {prompts.shape}")
+    mask = np.ones(prompts.shape, bool) if mask is None else np.asarray(key_mask(mask, *prompts.shape))
+    require(mask[:, -1].all(), "mask must be True for each prompt's last token: pads stand on the left, see pad_prompts")
+    return prompts.astype(np.int32), mask
+
+
+def _row_keys(key: Array | None, batch: int, *, is_greedy: bool) -> Array:
+    """Keys [B]."""
+    require(key is not None or is_greedy, "key must be a PRNG key unless temperature is 0, got None")
+    key = jax.random.key(0) if key is None else key
+    shape = jnp.shape(key)
+    is_key = isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    require(
+        is_key and shape in {(), (batch,)},
+        f"key must be a PRNG key, as jax.random.key makes it, or an array of them [B] = ({batch},), got "
+        f"{getattr(key, 'dtype', type(key).__name__)} {shape}",
+    )
+    return _fold_in_rows(key, np.arange(batch)) if shape == () else key
+
+
+_fold_in_rows = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
 
 
 def continue_texts(
@@ -107,14 +204,34 @@ def continue_texts(
     length: int,
     *,
     temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
 ) -> list[str]:
-    """What a model writes after each prompt, `length` characters.
+    """What a model writes after each prompt, `length` characters: what each prompt gives alone with seed + its index.
 
     Raises:
-      ValueError: if a prompt is empty, or holds a character that the vocabulary lacks.
+      ValueError: if a prompt is empty, or holds a character that the vocabulary lacks; as `generate`.
     """
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    pieces = stream_texts(model, vocabulary, prompts, length, **how)
+    return ["".join(texts) for texts in zip([""] * len(prompts), *pieces, strict=True)]
+
+
+def stream_texts(
+    model: Decoder,
+    vocabulary: Vocabulary,
+    prompts: Sequence[str],
+    length: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> Iterator[list[str]]:
+    """What `continue_texts` returns, piece by piece as it is written. Arguments are checked before the first piece."""
     tokens, mask = pad_prompts([vocabulary.encode(prompt) for prompt in prompts])
-    key = jax.random.key(seed)
-    written = generate(model, jnp.asarray(tokens), length, mask=jnp.asarray(mask), temperature=temperature, key=key)
-    return [vocabulary.decode(row) for row in np.asarray(written)]
+    keys = jnp.stack([jax.random.key(seed + row) for row in range(len(prompts))])
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    pieces = stream(model, tokens, length, mask=mask, key=keys, **how)
+    return ([vocabulary.decode(row) for row in piece] for piece in pieces)
