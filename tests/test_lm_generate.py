@@ -101,7 +101,7 @@ def test_one_compilation_for_any_length_and_sampling(monkeypatch):
     """A prompt in another bucket compiles its prefill, and nothing else."""
     monkeypatch.setattr(module, "prefill", prefill)
     monkeypatch.setattr(module, "write", write)
-    model, key = model_of("linear"), jax.random.key(0)
+    model, key = model_of("hedgehog"), jax.random.key(0)  # of one layer
 
     def run(prompt_length, length, **rule):
         return generate(model, np.ones((3, prompt_length), np.int32), length, key=key, **rule)
@@ -118,7 +118,7 @@ def test_generation_leaves_the_model_alone():
     model = nnx.clone(model_of("linear"))
     model.init_cache(2, 1)
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-    tokens = np.ones((3, 4), np.int32)
+    tokens = np.ones((3, 8), np.int32)
     first = generate(model, tokens, 7, key=jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)
     np.testing.assert_array_equal(first, generate(model_of("linear"), tokens, 7, key=jax.random.key(0)))
