@@ -1,10 +1,12 @@
 """Trains a language model: python scripts/train.py --config=configs/small.py --config.steps=2000"""
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from jax_linattn.lm.checkpoint import SAMPLE, run_folder
-from jax_linattn.lm.train import prepare, train
+from jax_linattn.lm import folder
+from jax_linattn.lm.devices import is_first_process
+from jax_linattn.lm.train import Stopped, prepare, train
 
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -12,21 +14,31 @@ CONFIG = config_flags.DEFINE_config_file(
     "a file in configs/; override an option in jax_linattn/lm/config.py with --config.NAME=VALUE",
 )
 WORKDIR = flags.DEFINE_string("workdir", "runs", "folder of all runs")
+DISTRIBUTED = flags.DEFINE_bool("distributed", False, "one of several processes; all run the same command")
+COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of the first process; found out on known clusters")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are; found out on known clusters")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "this one's number, from 0; found out on known clusters")
 
 
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # absl's default is to tell of every file that orbax writes
+        logging.set_verbosity(logging.ERROR)  # absl's default is to tell of every file that orbax writes
+    if DISTRIBUTED.value:
+        jax.distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     config = CONFIG.value
     try:
-        run = prepare(config, run_folder(WORKDIR.value, config.name))
+        run = prepare(config, folder.run_folder(WORKDIR.value, config.name))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    print(run.description())
-    summary = train(run)
-    print(f"\n{(run.folder / SAMPLE).read_text(encoding='utf-8')}\n\n{summary}")
+    say = print if is_first_process() else lambda _: None
+    say(run.description())
+    try:
+        summary = train(run)
+    except Stopped as stopped:
+        raise SystemExit(f"\n{stopped}") from None
+    say(f"\n{(run.folder / folder.SAMPLE).read_text(encoding='utf-8')}\n\n{summary}")
 
 
 def parse(argv):

@@ -1,12 +1,14 @@
 """Text, characters, batches and the trigram baseline."""
 
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 
 from jax_linattn.lm import data, trigram
+from jax_linattn.lm.batches import train_batches, validation_batches
 
 
 def test_the_default_corpus_is_there_and_split():
@@ -62,31 +64,49 @@ def test_vocabulary():
         vocabulary.encode("hzZ")
 
 
-def test_batches_are_a_function_of_seed_and_step():
-    tokens = np.arange(1000, dtype=np.int32)
-    how = {"seed": 3, "batch_size": 4, "context": 16}
-    batches = data.TrainBatches(tokens, **how)
-    first = list(itertools.islice(batches, 3))
-    saved = batches.get_state()
-    after = next(batches)
-    for step, batch in enumerate([*first, after]):
-        np.testing.assert_array_equal(batch.inputs, data.batch_at(tokens, step, **how).inputs)
+def starts_of(batches, count: int) -> np.ndarray:
+    """Where the sequences of the next batches start, in a text whose tokens are their places."""
+    rows = list(itertools.islice(batches, count))
+    for batch in rows:
         np.testing.assert_array_equal(batch.targets, batch.inputs + 1)
-        assert batch.inputs.shape == (4, 16)
-    resumed = data.TrainBatches(tokens, **how)
+    return np.stack([batch.inputs[:, 0] for batch in rows])
+
+
+def test_each_pass_takes_every_window_once_in_a_new_order():
+    tokens = np.arange(27, dtype=np.int32)  # 24 places for 3 tokens and a target
+    starts = starts_of(train_batches(tokens, seed=3, batch_size=4, context=3), 12).reshape(2, 24)
+    np.testing.assert_array_equal(np.sort(starts), [range(24)] * 2)
+    assert not np.array_equal(starts[0], starts[1])
+    other = starts_of(train_batches(tokens, seed=4, batch_size=4, context=3), 6).ravel()
+    assert not np.array_equal(starts[0], other)
+
+
+def test_a_position_is_continued_also_by_other_numbers_of_processes():
+    how = {"tokens": np.arange(100, dtype=np.int32), "seed": 3, "batch_size": 4, "context": 16}
+    batches = train_batches(**how)
+    starts_of(batches, 30)  # into the second pass
+    saved = json.loads(json.dumps(batches.get_state()))
+    expected = starts_of(batches, 5)
+    resumed = train_batches(**how)
     resumed.set_state(saved)
-    np.testing.assert_array_equal(next(resumed).inputs, after.inputs)
-    assert not np.array_equal(first[0].inputs, data.batch_at(tokens, 0, **{**how, "seed": 4}).inputs)
-    starts = np.concatenate([data.batch_at(tokens[:18], step, **how).inputs[:, 0] for step in range(20)])
-    assert set(starts) == {0, 1}, "every place that a whole sequence fits in, and no other"
+    np.testing.assert_array_equal(starts_of(resumed, 5), expected)
+    shares = [train_batches(**how, process=(number, 2)) for number in range(2)]
+    for share in shares:
+        starts_of(share, 30)
+        assert share.get_state() == saved
+        share.set_state(saved)
+    first, second = (starts_of(share, 5) for share in shares)
+    assert first.shape == (5, 2)
+    np.testing.assert_array_equal(np.sort(np.concatenate([first, second], axis=1)), np.sort(expected))
 
 
 @pytest.mark.parametrize("length", [2, 33, 64, 65, 66, 150])
 def test_validation_sees_each_target_once(length):
     tokens = np.arange(length, dtype=np.int32)
     seen = []
-    for batch, weights in data.validation_batches(tokens, batch_size=4, context=16):
-        assert batch.inputs.shape == batch.targets.shape == weights.shape == (4, 16)
+    shares = [validation_batches(tokens, batch_size=4, context=16, process=(number, 2)) for number in range(2)]
+    for batch, weights in itertools.chain.from_iterable(zip(*shares, strict=True)):
+        assert batch.inputs.shape == batch.targets.shape == weights.shape == (2, 16)
         real = weights > 0
         np.testing.assert_array_equal(batch.targets[real], batch.inputs[real] + 1)
         seen.extend(batch.targets[real])

@@ -1,105 +1,183 @@
-"""A run's folder, and the checkpoints in it.
+"""Checkpoints of a run: checkpoints/STEP/{params, rest, meta} in its folder, the newest few.
 
-    runs/NAME/config.json     options, as the run was started with
-              metrics.jsonl   one JSON object a line: what was measured at a step
-              loss.png        the curves
-              sample.txt      what the model writes at the end
-              checkpoints/STEP/{params, optimizer, meta}
-
-A checkpoint stands by itself: `meta` holds the options, the vocabulary, the step and the position in the data. orbax
+One stands by itself: `params` are the model's, `rest` is what else training needs, and `meta` holds the options, the
+vocabulary, the corpus' fingerprint, the position in the data and what was measured since the last line of metrics. orbax
 writes it beside its place and renames it when complete, so that there is never half a one.
 """
 
-import shutil
+import contextlib
+import gc
+import itertools
+import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax import Array, lax
 
 from jax_linattn.checks import require
 from jax_linattn.lm.data import Vocabulary
+from jax_linattn.lm.folder import CHECKPOINTS
 from jax_linattn.lm.model import Decoder, ModelConfig
+from jax_linattn.lm.step import TrainState
 
-CONFIG, METRICS, PLOT, SAMPLE, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"
-
-
-def run_folder(parent: str | Path, name: str) -> Path:
-    """The folder of the run of this name.
-
-    Raises:
-      ValueError: if the name is not that of a folder just below the parent.
-    """
-    require(name not in ("", ".", "..") and Path(name).name == name, f"name must be that of a folder, got {name!r}")
-    return Path(parent) / name
+FORMAT = "jax_linattn.lm 1"  # what `meta` says of itself; another number, another layout
 
 
-def claim_folder(folder: Path, *, overwrite: bool) -> None:
-    """Makes the folder, without an earlier run in it.
-
-    Raises:
-      ValueError: if it holds one and overwrite is False. Only what a run leaves is ever removed.
-    """
-    present = [name for name in (CONFIG, METRICS, PLOT, SAMPLE, CHECKPOINTS) if (folder / name).exists()]
-    require(
-        overwrite or not present,
-        f"{folder} already holds a {'finished' if SAMPLE in present else 'started'} run ({', '.join(present)}): choose "
-        "another name with --config.name=NAME, remove the folder, or replace the run with --config.overwrite=True",
+def open_checkpoints(folder: Path, *, keep: int | None = None) -> ocp.CheckpointManager:
+    """The checkpoints of a run; use it in a `with`. With `keep`, to `save` into and keep so many; else to read alone."""
+    writes = keep is not None
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        create=writes,
+        read_only=not writes,
+        cleanup_tmp_directories=writes,
+        enable_async_checkpointing=False,
     )
-    for name in present:
-        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def open_checkpoints(folder: Path, *, keep: int = 2) -> ocp.CheckpointManager:
-    """The last `keep` checkpoints of a run; use it in a `with`, and `save` to add one."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
     return ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options)
 
 
-def save(manager: ocp.CheckpointManager, step: int, *, params, opt_state, meta: dict[str, Any]) -> None:
-    """Writes a checkpoint. `meta` is plain JSON: {"config", "vocabulary", "data"}."""
+def save(manager: ocp.CheckpointManager, state: TrainState, meta: dict[str, Any]) -> None:
+    """Writes a checkpoint of the state. `meta` is plain JSON."""
+    params, rest = _parts(state)
+    step = int(state.step)
+    about = {"format": FORMAT, "step": step, "checksum": {"params": checksum(params), "rest": checksum(rest)}}
     items = ocp.args.Composite(
         params=ocp.args.StandardSave(params),
-        optimizer=ocp.args.StandardSave(opt_state),
-        meta=ocp.args.JsonSave({"step": step, **meta}),
+        rest=ocp.args.StandardSave(rest),
+        meta=ocp.args.JsonSave(about | meta),
     )
     manager.save(step, args=items)
 
 
-def restore(manager: ocp.CheckpointManager, step: int, *, params, opt_state) -> tuple[Any, Any, dict[str, Any]]:
-    """(params, opt_state, meta) of a step; params and opt_state say what they look like, as arrays or shapes."""
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, opt_state))
-    items = ocp.args.Composite(
-        params=ocp.args.StandardRestore(abstract[0]),
-        optimizer=ocp.args.StandardRestore(abstract[1]),
-        meta=ocp.args.JsonRestore(),
-    )
-    restored = manager.restore(step, args=items)
-    return restored["params"], restored["optimizer"], restored["meta"]
-
-
-def load_model(folder: str | Path) -> tuple[Decoder, Vocabulary]:
-    """The model of a run's newest checkpoint, and the characters that it knows.
+def restore(manager: ocp.CheckpointManager, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """(state, meta) of a step.
 
     Args:
-      folder: the run's, such as runs/small.
+      like: a state of the same structure, shapes and dtypes; what is restored is placed on the devices as it is.
 
     Raises:
-      ValueError: if there is no checkpoint.
+      ValueError: if the checkpoint is damaged, or none of this program's.
     """
-    folder = Path(folder)
-    require((folder / CHECKPOINTS).is_dir(), f"{folder} holds no checkpoints; give the folder of a run, as runs/NAME")
+    meta = read_meta(manager, step)
+    params, rest = (_read(manager, step, name, part) for name, part in zip(("params", "rest"), _parts(like), strict=True))
+    _check(manager, step, meta, params=params, rest=rest)
+    return TrainState(params=params, **rest), meta
+
+
+def read_meta(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    meta = _restore_item(manager, step, "meta", ocp.args.JsonRestore())
+    found = meta.get("format") if isinstance(meta, dict) else None
+    require(found == FORMAT, f"{manager.directory / str(step)} is no checkpoint of {FORMAT!r}: it says {found!r}")
+    return meta
+
+
+def load_model(path: str | Path) -> tuple[Decoder, Vocabulary]:
+    """The model of a checkpoint, and the characters that it knows.
+
+    Args:
+      path: a run's folder, such as runs/small, for its newest checkpoint; or a checkpoint's, runs/small/checkpoints/1000.
+
+    Raises:
+      ValueError: if there is no checkpoint, or it is damaged.
+    """
+    path = Path(path)
+    chosen = int(path.name) if path.parent.name == CHECKPOINTS and path.name.isdecimal() else None
+    folder = path if chosen is None else path.parent.parent
+    require(
+        (folder / CHECKPOINTS).is_dir() and path.is_dir(),
+        f"{path} holds no checkpoints; give the folder of a run, as runs/NAME, or of one, as runs/NAME/{CHECKPOINTS}/STEP",
+    )
     with open_checkpoints(folder) as manager:
-        step = manager.latest_step()
+        step = manager.latest_step() if chosen is None else chosen
         require(step is not None, f"{folder / CHECKPOINTS} holds no complete checkpoint")
-        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        meta = read_meta(manager, step)
         vocabulary = Vocabulary(meta["vocabulary"])
         config = ModelConfig(vocabulary_size=vocabulary.size, **meta["config"]["model"])
         abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
         graphdef, params = nnx.split(abstract, nnx.Param)
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(params))
-        args = ocp.args.Composite(params=ocp.args.StandardRestore(shapes))
-        params = manager.restore(step, args=args)["params"]
-    return nnx.merge(graphdef, nnx.State(params)), vocabulary
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), nnx.to_pure_dict(params))
+        params = _read(manager, step, "params", like)
+        _check(manager, step, meta, params=params)
+    on_no_device_in_particular = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
+    return nnx.merge(graphdef, nnx.State(on_no_device_in_particular)), vocabulary
+
+
+def checksum(tree: Any) -> int:
+    """A number of the bits of all arrays, 32-bit words weighted by their place; the same on any devices."""
+    return int(_checksum(tree))
+
+
+@jax.jit
+def _checksum(tree: Any) -> Array:
+    total = jnp.zeros((), jnp.uint32)
+    weights = itertools.count(1, 2)
+    for leaf in jax.tree.leaves(tree):
+        if leaf.size:
+            total += jnp.uint32(next(weights)) * _weighted_words(leaf)
+    return total
+
+
+def _weighted_words(leaf: Array) -> Array:
+    """Σ_i (2 i₁ + 1) · … · word_i mod 2³²: odd factors, so that no flipped bit is lost."""
+    words = lax.bitcast_convert_type(leaf, jnp.uint32)
+    for axis in range(words.ndim):
+        words = words * (2 * lax.broadcasted_iota(jnp.uint32, words.shape, axis) + 1)
+    return jnp.sum(words, dtype=jnp.uint32)
+
+
+def _parts(state: TrainState) -> tuple[Any, dict[str, Any]]:
+    rest = state._asdict()
+    return rest.pop("params"), rest
+
+
+def _read(manager: ocp.CheckpointManager, step: int, name: str, like: Any) -> Any:
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    return _restore_item(manager, step, name, ocp.args.StandardRestore(abstract))
+
+
+def _restore_item(manager: ocp.CheckpointManager, step: int, name: str, args: Any) -> Any:
+    with _without_echoes():
+        try:
+            return manager.restore(step, args=ocp.args.Composite(**{name: args}))[name]
+        except Exception as error:  # whatever orbax makes of a damaged file
+            first_line = next(iter(str(error).splitlines()), "")
+            reason = f"{type(error).__name__}: {first_line[:200]}"
+    raise _unreadable(manager, step, reason)
+
+
+@contextlib.contextmanager
+def _without_echoes() -> Iterator[None]:
+    """When orbax fails, it drops what else it had begun to read, and each piece would say so on its own, at length."""
+    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    was_disabled = logger.disabled
+    logger.disabled, sys.unraisablehook = True, lambda _: None
+    try:
+        yield
+        gc.collect()
+    finally:
+        logger.disabled, sys.unraisablehook = was_disabled, hook
+
+
+def _check(manager: ocp.CheckpointManager, step: int, meta: dict[str, Any], **parts: Any) -> None:
+    for name, part in parts.items():
+        found, expected = checksum(part), meta["checksum"][name]
+        if found != expected:
+            raise _unreadable(manager, step, f"checksum of {name} is {found}, not {expected}")
+
+
+def _unreadable(manager: ocp.CheckpointManager, step: int, reason: str) -> ValueError:
+    earlier = [other for other in manager.all_steps() if other < step]
+    remedy = f"from step {max(earlier)}" if earlier else "from the beginning"
+    return ValueError(
+        f"{manager.directory / str(step)} cannot be read as a checkpoint of this model ({reason}); "
+        f"to go on {remedy}, remove that folder"
+    )

@@ -1,20 +1,13 @@
-"""Text to characters to batches: the corpus, its vocabulary, and batches as a pure function of seed and step."""
+"""Text to characters to tokens: the corpus and its vocabulary."""
 
 import dataclasses
-from collections.abc import Iterator
+import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 VALIDATION_FRACTION = 0.1
-
-
-class Batch(NamedTuple):
-    """One token ahead: `targets` are `inputs` shifted by one."""
-
-    inputs: np.ndarray  # int32 [B, T]
-    targets: np.ndarray  # int32 [B, T]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -112,6 +105,13 @@ class Corpus(NamedTuple):
     train: np.ndarray  # int32 [n]
     validation: np.ndarray  # int32 [m]
 
+    def fingerprint(self) -> str:
+        """The same for the same text alone."""
+        digest = hashlib.sha256(self.vocabulary.characters.encode())
+        for tokens in (self.train, self.validation):
+            digest.update(tokens.tobytes())
+        return digest.hexdigest()
+
 
 def load_corpus(path: str | None, context: int) -> Corpus:
     """The first 90 % of the text's characters to train on, the rest to validate on.
@@ -134,49 +134,3 @@ def load_corpus(path: str | None, context: int) -> Corpus:
             f"give more text or a shorter context"
         )
     return corpus
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
-def batch_at(tokens: np.ndarray, step: int, *, seed: int, batch_size: int, context: int) -> Batch:
-    """The batch of a step: sequences from random places, the same whenever (seed, step) is the same."""
-    starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - context, batch_size)
-    windows = tokens[starts[:, None] + np.arange(context + 1)]
-    return Batch(windows[:, :-1], windows[:, 1:])
-
-
-class TrainBatches(Iterator[Batch]):
-    """Endless batches, with a position that can be saved and set: the protocol of grain's iterators."""
-
-    def __init__(self, tokens: np.ndarray, *, seed: int, batch_size: int, context: int):
-        self._tokens = tokens
-        self._how = {"seed": seed, "batch_size": batch_size, "context": context}
-        self._step = 0
-
-    def __next__(self) -> Batch:
-        batch = batch_at(self._tokens, self._step, **self._how)
-        self._step += 1
-        return batch
-
-    def get_state(self) -> dict[str, int]:
-        return {"step": self._step}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self._step = state["step"]
-
-
-def validation_batches(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Every token but the first as a target just once, in windows side by side: (batch, weights float32 [B, T]).
-
-    The shapes are always the same: what is missing in the last batch has weight 0.
-    """
-    count = len(tokens) - 1
-    size = batch_size * context
-    for start in range(0, count, size):
-        here = min(size, count - start)
-        padded = np.zeros(size + 1, np.int32)
-        padded[: here + 1] = tokens[start : start + here + 1]
-        shape = (batch_size, context)
-        weights = (np.arange(size) < here).astype(np.float32).reshape(shape)
-        yield Batch(padded[:-1].reshape(shape), padded[1:].reshape(shape)), weights

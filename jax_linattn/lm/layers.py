@@ -2,12 +2,16 @@
 
 Layers with a memory of the past keep it in `nnx.Cache` variables that `init_cache(input_shape, dtype)` makes, and read
 and advance it when called with ``decode=True``: with prompts of any length, then single tokens. `mask` is bool [B, T]
-with True for a real token; a masked token's output row is 0, and it is no token to any other.
+with True for a real token; a masked token's output row is 0, and it is no token to any other. `dtype` is that of the
+computation; parameters are float32.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Dtype
 from jax import Array
 from jax.nn.initializers import Initializer, lecun_normal, variance_scaling
 
@@ -20,7 +24,8 @@ lecun = lecun_normal()
 class ShortConvolution(nnx.Module):
     """`causal_convolution` with a learned kernel, and its last W-1 inputs as cache: position without a maximum."""
 
-    def __init__(self, features: int, width: int, *, rngs: nnx.Rngs):
+    def __init__(self, features: int, width: int, *, dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
+        self.dtype = dtype
         taps_as_fan_in = variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(), batch_axis=1)
         self.kernel = nnx.Param(taps_as_fan_in(rngs.params(), (width, features)))
         self.bias = nnx.Param(jnp.zeros((features,)))
@@ -35,7 +40,8 @@ class ShortConvolution(nnx.Module):
         if decode:
             _require_cache(self, "cached_inputs")
         state = self.cached_inputs[...] if decode else None
-        state, y = causal_convolution(x, self.kernel[...], self.bias[...], state=state, mask=mask)
+        x, kernel, bias = (array.astype(self.dtype) for array in (x, self.kernel[...], self.bias[...]))
+        state, y = causal_convolution(x, kernel, bias, state=state, mask=mask)
         if decode:
             self.cached_inputs[...] = state
         return y
@@ -44,13 +50,22 @@ class ShortConvolution(nnx.Module):
 class SoftmaxAttention(nnx.Module):
     """Causal softmax attention, for comparison: `nnx.LinearAttention`'s parameters, a cache with a maximum length."""
 
-    def __init__(self, num_heads: int, features: int, *, out_kernel_init: Initializer = lecun, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        num_heads: int,
+        features: int,
+        *,
+        out_kernel_init: Initializer = lecun,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
         require(features % num_heads == 0, f"num_heads={num_heads} must divide the width {features}")
         heads = (num_heads, features // num_heads)
-        self.query = nnx.LinearGeneral(features, heads, rngs=rngs)
-        self.key = nnx.LinearGeneral(features, heads, rngs=rngs)
-        self.value = nnx.LinearGeneral(features, heads, rngs=rngs)
-        self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), kernel_init=out_kernel_init, rngs=rngs)
+        linear = functools.partial(nnx.LinearGeneral, dtype=dtype, rngs=rngs)
+        self.query = linear(features, heads)
+        self.key = linear(features, heads)
+        self.value = linear(features, heads)
+        self.out = linear(heads, features, axis=(-2, -1), kernel_init=out_kernel_init)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
         """The cache for inputs [B, T, D]: room for T tokens in all."""
@@ -92,9 +107,17 @@ class SoftmaxAttention(nnx.Module):
 class MLP(nnx.Module):
     """Two layers with GELU between them."""
 
-    def __init__(self, features: int, hidden: int, *, out_kernel_init: Initializer = lecun, rngs: nnx.Rngs):
-        self.up = nnx.Linear(features, hidden, rngs=rngs)
-        self.down = nnx.Linear(hidden, features, kernel_init=out_kernel_init, rngs=rngs)
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        out_kernel_init: Initializer = lecun,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.up = nnx.Linear(features, hidden, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(hidden, features, kernel_init=out_kernel_init, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D]."""

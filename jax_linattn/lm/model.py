@@ -15,6 +15,7 @@ from jax_linattn.checks import check_one_of, check_positive_int, require
 from jax_linattn.lm.layers import MLP, ShortConvolution, SoftmaxAttention
 from jax_linattn.nnx import T2R, Hedgehog, LinearAttention
 
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}  # of the computation
 LEARNABLE_MAPS = {"hedgehog": Hedgehog, "t2r": T2R}
 
 
@@ -32,6 +33,9 @@ class ModelConfig:
     mlp_width: int
     convolution_width: int
     tied_embedding: bool
+    dropout: float
+    dtype: str
+    remat: bool
 
     def __post_init__(self):
         for name in ("vocabulary_size", "num_layers", "num_heads", "width", "mlp_width", "convolution_width"):
@@ -41,6 +45,8 @@ class ModelConfig:
             f"model.num_heads must divide model.width, got {self.num_heads} heads and width {self.width}",
         )
         check_one_of("model.attention", self.attention, ATTENTIONS)
+        check_one_of("model.dtype", self.dtype, DTYPES)
+        require(0 <= self.dropout < 1, f"model.dropout must be at least 0 and below 1, got {self.dropout}")
         if self.feature_map not in LEARNABLE_MAPS:
             feature_maps.get(self.feature_map)
 
@@ -59,12 +65,14 @@ def _linear(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
         is_causal=True,
         normalize=config.normalize,
         out_kernel_init=config.out_kernel_init,
+        dtype=DTYPES[config.dtype],
         rngs=rngs,
     )
 
 
 def _softmax(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
-    return SoftmaxAttention(config.num_heads, config.width, out_kernel_init=config.out_kernel_init, rngs=rngs)
+    how = {"out_kernel_init": config.out_kernel_init, "dtype": DTYPES[config.dtype]}
+    return SoftmaxAttention(config.num_heads, config.width, **how, rngs=rngs)
 
 
 # By name: from a config to a layer with `__call__(x, *, mask, decode)` and `init_cache(input_shape, dtype)`.
@@ -75,21 +83,26 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); attention sees the last few tokens of its input as well."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.convolution = ShortConvolution(config.width, config.convolution_width, rngs=rngs)
+        dtype = DTYPES[config.dtype]
+        self.attention_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        self.convolution = ShortConvolution(config.width, config.convolution_width, dtype=dtype, rngs=rngs)
         self.attention = ATTENTIONS[config.attention](config, rngs)
-        self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.mlp = MLP(config.width, config.mlp_width, out_kernel_init=config.out_kernel_init, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config.width, config.mlp_width, out_kernel_init=config.out_kernel_init, dtype=dtype, rngs=rngs)
+        self.dropout = config.dropout
 
     def init_cache(self, input_shape: tuple[int, ...], dtype) -> None:
         self.convolution.init_cache(input_shape, dtype)
         self.attention.init_cache(input_shape, dtype)
 
-    def __call__(self, x: Array, *, mask: Array | None = None, decode: bool = False) -> Array:
+    def __call__(
+        self, x: Array, *, mask: Array | None = None, decode: bool = False, dropout_key: Array | None = None
+    ) -> Array:
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         h = self.attention_norm(x)
         h = h + self.convolution(h, mask=mask, decode=decode)
-        x = x + self.attention(h, mask=mask, decode=decode)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + dropout(self.attention(h, mask=mask, decode=decode), self.dropout, keys[0])
+        return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, keys[1])
 
 
 class Decoder(nnx.Module):
@@ -97,12 +110,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = nnx.Embed(
-            config.vocabulary_size, config.width, embedding_init=normal(config.width**-0.5), rngs=rngs
-        )
+        dtype = DTYPES[config.dtype]
+        init = normal(config.width**-0.5)
+        self.embedding = nnx.Embed(config.vocabulary_size, config.width, embedding_init=init, dtype=dtype, rngs=rngs)
         for layer in range(config.num_layers):
             setattr(self, f"block_{layer}", Block(config, rngs=rngs))
-        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         if not config.tied_embedding:
             self.head = nnx.Linear(config.width, config.vocabulary_size, use_bias=False, rngs=rngs)
 
@@ -110,31 +123,50 @@ class Decoder(nnx.Module):
     def blocks(self) -> list[Block]:
         return [getattr(self, f"block_{layer}") for layer in range(self.config.num_layers)]
 
-    def init_cache(self, batch_size: int, max_length: int, dtype=jnp.float32) -> None:
+    def init_cache(self, batch_size: int, max_length: int) -> None:
         """Empty caches; max_length is what softmax layers make room for, in tokens, and means nothing to others."""
         for block in self.blocks:
-            block.init_cache((batch_size, max_length, self.config.width), dtype)
+            block.init_cache((batch_size, max_length, self.config.width), DTYPES[self.config.dtype])
 
-    def __call__(self, tokens: Array, *, mask: Array | None = None, decode: bool = False) -> Array:
+    def __call__(
+        self, tokens: Array, *, mask: Array | None = None, decode: bool = False, dropout_key: Array | None = None
+    ) -> Array:
         """Logits of the token after each.
 
         Args:
           tokens: int [B, T].
           mask: bool [B, T], True = a real token.
           decode: continue from the caches, which `init_cache` makes, and advance them.
+          dropout_key: a PRNG key for what training drops; None = nothing is dropped.
 
         Returns:
-          [B, T, V]; rows of masked tokens mean nothing.
+          float32 [B, T, V]; rows of masked tokens mean nothing.
         """
         require(
             tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer),
             f"tokens must be an integer array [B, T], got {tokens.dtype} {tokens.shape}",
         )
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, mask=mask, decode=decode)
+        for layer, block in enumerate(self.blocks):
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, layer)
+            if self.config.remat and not decode:
+                x = _block_with_remat(block, x, mask, key)
+            else:
+                x = block(x, mask=mask, decode=decode, dropout_key=key)
         x = self.norm(x)
-        return self.embedding.attend(x) if self.config.tied_embedding else self.head(x)
+        kernel = self.embedding.embedding[...].T if self.config.tied_embedding else self.head.kernel[...]
+        return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+@nnx.remat
+def _block_with_remat(block: Block, x: Array, mask: Array | None, key: Array | None) -> Array:
+    """The block, of which the gradient keeps the input alone and computes the rest again."""
+    return block(x, mask=mask, dropout_key=key)
+
+
+def dropout(x: Array, rate: float, key: Array | None) -> Array:
+    """x with each number 0 with probability `rate`, and the others larger for it; x itself without a key."""
+    return x if key is None or rate == 0 else nnx.Dropout(rate)(x, rngs=nnx.Rngs(dropout=key))
 
 
 def count_parameters(params) -> int:

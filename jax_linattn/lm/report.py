@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+
+from jax_linattn.lm.config import Config
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
@@ -16,7 +19,22 @@ def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a run so far, without one that is still being written; none if there is no file."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def keep_metrics(path: Path, *, until: int) -> None:
+    """Drops what was measured after a step, and the summary, as a run that goes on from there will measure it again."""
+    kept = [line for line in read_metrics(path) if line["step"] <= until and "summary" not in line]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that at any moment it is the earlier one or the new one, and never a part of it."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def postfix(line: dict[str, Any], trigram_bits: float) -> str:
@@ -26,6 +44,11 @@ def postfix(line: dict[str, Any], trigram_bits: float) -> str:
         parts.append(f"validation {line['validation_bits']:.2f}")
     parts += [f"trigram {trigram_bits:.2f} bits/char", f"{line['tokens'] / line['seconds']:,.0f} tokens/s"]
     return " · ".join(parts)
+
+
+def attention_name(config: Config) -> str:
+    model = config.model
+    return model.attention + (f" ({model.feature_map})" if model.attention == "linear" else "")
 
 
 @dataclasses.dataclass(frozen=True)

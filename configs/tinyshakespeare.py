@@ -1,0 +1,19 @@
+"""nanoGPT's published set-up for a CPU, with the attention named after a colon: configs/tinyshakespeare.py:softmax"""
+
+from jax_linattn.lm.config import default_config
+
+
+def get_config(attention="elu_plus_one"):
+    config = default_config()
+    config.name = f"tinyshakespeare-{attention}"
+    config.corpus = "data/tinyshakespeare.txt"
+    config.model.num_layers = 4
+    config.model.attention = "softmax" if attention == "softmax" else "linear"
+    if attention != "softmax":
+        config.model.feature_map = attention
+    config.context = 64
+    config.batch_size = 12
+    config.steps = 2000
+    config.warmup_steps = 100
+    config.validate_every = 250
+    return config
