@@ -1,4 +1,7 @@
-"""nanoGPT's published set-up for a CPU, with the attention named after a colon: configs/tinyshakespeare.py:softmax"""
+"""nanoGPT's published set-up for a CPU, on the text that it uses, which --config.corpus=PATH names.
+
+Attention is what stands after a colon, "softmax" or a feature map: --config=configs/tinyshakespeare.py:taylor
+"""
 
 from jax_linattn.lm.config import default_config
 

@@ -25,7 +25,7 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # absl's default is to tell of every file that orbax writes
+        logging.set_verbosity(logging.ERROR)  # absl's default is to tell of every file that orbax writes
     try:
         write()
         sys.stdout.flush()

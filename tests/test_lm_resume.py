@@ -1,5 +1,6 @@
 """A run that is killed at any moment goes on as if nothing had happened; what cannot go on says why."""
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -155,8 +156,16 @@ def test_measurements_after_the_checkpoint_are_dropped(stopped, tmp_path):
     shutil.rmtree(folder / folders.CHECKPOINTS / "6")
     run = prepare(config, folder, mesh=one_device())
     assert int(run.state.step) == 4
-    assert run.losses and len(run.losses) == 1, "of step 4, which no line of metrics tells"
+    assert len(run.losses) == 1, "of step 4, which no line of metrics tells"
     assert path.read_text() == kept.splitlines(keepends=True)[0]
+
+
+def attempt(function):
+    """(result, None), or (None, what the ValueError says)."""
+    try:
+        return function(), None
+    except ValueError as error:
+        return None, str(error)
 
 
 def read_damaged(config: Config, folder: Path) -> None:
@@ -167,15 +176,13 @@ def read_damaged(config: Config, folder: Path) -> None:
     for number, path in enumerate(sorted(path for path in newest.rglob("*") if path.is_file())):
         data = path.read_bytes()
         path.write_bytes((data[: len(data) // 2], bytes(byte ^ 0x5A for byte in data), b"")[number % 3])
-        try:
-            with checkpoint.open_checkpoints(folder) as manager:
-                state, meta = checkpoint.restore(manager, 6, like)
-        except ValueError as error:
-            assert re.search(r"6 cannot be read as a checkpoint of this model.*go on from step 4, remove", str(error))
+        with checkpoint.open_checkpoints(folder) as manager:
+            state, complaint = attempt(functools.partial(checkpoint.restore, manager, 6, like))
+        if state is None:
+            assert re.search(r"6 cannot be read as a checkpoint of this model.*go on from step 4, remove", complaint)
             refused.add(path.relative_to(newest).parts[0])
         else:
-            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), expected)
-            assert meta["step"] == 6
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state[0]), expected)
         path.write_bytes(data)
     assert refused == {"params", "rest", "meta"}
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax import Array
 from jax.sharding import Mesh
 from tqdm import tqdm
 
