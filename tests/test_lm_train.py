@@ -1,6 +1,8 @@
 """A whole run, made tiny: it learns, leaves what it should, and its checkpoint gives the same model."""
 
+import dataclasses
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -77,6 +79,18 @@ def test_a_run_learns_and_leaves_everything(finished):
     assert summary.tokens_per_second > 0
     for word in ["validation bits/char", "trigram bits/char", "tokens a second", str(folder)]:
         assert word in str(summary)
+
+
+def test_runs_in_a_table(finished):
+    metrics = report.read_metrics(finished.folder / "metrics.jsonl")
+    summary = report.read_summary(metrics)
+    assert summary == finished.summary
+    assert report.read_summary(metrics[:-1]) is None
+    worse = dataclasses.replace(summary, folder="runs/worse", validation_bits=2.0)
+    *_, best, last = report.comparison([worse, summary]).splitlines()
+    assert best.startswith("| tiny | linear (elu_plus_one) |")
+    assert last.startswith("| worse |")
+    assert f"| {2 * math.log(2):.3f} | 2.000 |" in last
 
 
 def test_the_checkpoint_is_the_model(finished):

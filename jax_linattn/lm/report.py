@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,23 @@ class Summary:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def comparison(summaries: list[Summary]) -> str:
+    """A Markdown table of runs, best first."""
+    header = "| run | attention | parameters | validation nats/char | bits/char | training tokens/s |\n|---|---|--:|--:|--:|--:|"
+    rows = [
+        f"| {Path(s.folder).name} | {s.attention} | {s.parameters:,} | {s.validation_bits * math.log(2):.3f} "
+        f"| {s.validation_bits:.3f} | {s.tokens_per_second:,.0f} |"
+        for s in sorted(summaries, key=lambda summary: summary.validation_bits)
+    ]
+    return "\n".join([header, *rows])
+
+
+def read_summary(metrics: list[dict[str, Any]]) -> Summary | None:
+    """What a run said at its end; None before that."""
+    found = [line["summary"] for line in metrics if "summary" in line]
+    return Summary(**found[-1]) if found else None
 
 
 def plot_losses(metrics: list[dict[str, Any]], trigram_bits: float, title: str, path: Path) -> None:
