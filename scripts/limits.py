@@ -1,0 +1,181 @@
+"""Where linear attention loses: prints a table and draws a figure. docs/limits.md tells what they mean.
+
+python scripts/limits.py recall     # look up values by their keys
+python scripts/limits.py copy       # repeat a string
+python scripts/limits.py short      # time beside softmax attention, on short sequences
+python scripts/limits.py sharp      # put all weight on one key
+"""
+
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from benchmark import best_times, compile_all
+
+import jax_linattn
+from jax_linattn import feature_maps
+from jax_linattn.lm import tasks
+from jax_linattn.lm.figures.limits import accuracy_figure, ratios_figure
+from jax_linattn.lm.figures.style import COLORS, save
+
+QUICK = flags.DEFINE_bool("quick", False, "two contestants, half of the steps, fewer lengths: to see that it runs")
+SEED = flags.DEFINE_integer("seed", 0, "of parameters and sequences", lower_bound=0)
+STEPS = flags.DEFINE_integer("steps", 800, "of training", lower_bound=1)
+LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "for all, instead of each one's best", lower_bound=0.0)
+ONLY = flags.DEFINE_list("only", None, "whom to train in recall and copy, names as in the table; by default all")
+OUT = flags.DEFINE_string("out", None, "the figure; by default runs/limits_TASK.png")
+
+MODEL = {"num_layers": 2, "width": 32, "mlp_width": 64}
+BATCH_SIZE = 16
+
+
+class Contestant(NamedTuple):
+    """A model to train, and how its line looks."""
+
+    options: dict[str, Any]
+    learning_rate: float  # the best of 5e-3, 1e-2 and 2e-2
+    look: dict[str, Any]
+
+
+BLUE = COLORS["elu_plus_one"]
+CONTESTANTS = {
+    "softmax": Contestant({"num_heads": 2, "attention": "softmax"}, 1e-2, {"color": COLORS["softmax attention"]}),
+    "elu+1": Contestant({"num_heads": 2}, 1e-2, {"color": BLUE}),
+    "elu+1, 4 heads of 8": Contestant({"num_heads": 4}, 1e-2, {"color": BLUE, "linestyle": ":"}),
+    "elu+1, 1 head of 32": Contestant({"num_heads": 1}, 1e-2, {"color": BLUE, "linestyle": "--"}),
+    "Hedgehog": Contestant({"num_heads": 2, "feature_map": "hedgehog"}, 5e-3, {"color": COLORS["hedgehog"]}),
+    "DPFP, ν = 2": Contestant({"num_heads": 2, "feature_map": "dpfp_2"}, 1e-2, {"color": COLORS["dpfp_2"]}),
+    "Taylor": Contestant({"num_heads": 2, "feature_map": "taylor"}, 1e-2, {"color": COLORS["taylor"]}),
+    "elu+1, then softmax": Contestant({"num_heads": 2, "hybrid": True}, 1e-2, {"color": COLORS["relu"]}),
+}
+COPIERS = ("softmax", "elu+1", "elu+1, 1 head of 32", "Hedgehog", "Taylor", "elu+1, then softmax")
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """Whom to train, out of those that a task knows."""
+    names = list(names)
+    for name in ONLY.value or ():
+        if name not in names:
+            raise app.UsageError(f"--only has {name!r}; the names are {', '.join(names)}")
+    return ONLY.value or names[: 2 if QUICK.value else None]
+
+
+def train(name: str, task: tasks.Recall | tasks.Copy, sizes: Sequence[int]):
+    """(a contestant, trained; what the table says of it)."""
+    contestant = CONTESTANTS[name]
+    model = tasks.build(task.vocabulary_size, seed=SEED.value, **MODEL, **contestant.options)
+    batch_at = functools.partial(task.batch, SEED.value, batch_size=BATCH_SIZE, sizes=sizes)
+    steps = STEPS.value // 2 if QUICK.value else STEPS.value
+    start = time.perf_counter()
+    model, losses = tasks.fit(model, batch_at, steps, learning_rate=LEARNING_RATE.value or contestant.learning_rate)
+    numbers = tasks.numbers_a_head(model)
+    state = "grows" if numbers is None else f"{contestant.options['num_heads']} x {numbers}"
+    return model, f"{name:20} {state:>9} {time.perf_counter() - start:6.0f} s {losses[-50:].mean():6.2f} "
+
+
+def measure(model, task: tasks.Recall | tasks.Copy, size: int) -> float:
+    """The part of right answers in sequences that no training saw."""
+    steps = range(tasks.FRESH, tasks.FRESH + (2 if QUICK.value else 8))
+    return tasks.accuracy(model, [task.batch(SEED.value, step, batch_size=32, sizes=(size,)) for step in steps])
+
+
+def print_header(title: str, sizes: Sequence[int]) -> None:
+    print(f"{title}\n{'attention':20} {'F·E':>9} {'time':>8} {'loss':>6} " + "".join(f"{size:7}" for size in sizes))
+
+
+def print_accuracies(start: str, accuracies: Sequence[float]) -> None:
+    print(f"{start:46} " + "".join(f"{accuracy:7.3f}" for accuracy in accuracies), flush=True)
+
+
+def recall() -> None:
+    sizes = (2, 4, 8, 16, 32)
+    task = tasks.Recall(num_symbols=48, length=96)
+    print_header("Recall: right answers by the number of pairs", sizes)
+    accuracies = {}
+    for name in chosen(CONTESTANTS):
+        model, start = train(name, task, sizes)
+        accuracies[name] = [measure(model, task, size) for size in sizes]
+        print_accuracies(start, accuracies[name])
+    chance = [1 / size for size in sizes]
+    print_accuracies("any value of the list", chance)
+    title = "looking up values by their keys"
+    looks = {name: contestant.look for name, contestant in CONTESTANTS.items()}
+    finish("recall", accuracy_figure(sizes, accuracies, looks, chance, xlabel="pairs in the list", title=title))
+
+
+def copy() -> None:
+    sizes, longer = (4, 8, 16, 32), (64, 128)
+    tasks_by_size = {size: tasks.Copy(num_symbols=16, length=2 * size + 1) for size in sizes + longer}
+    print_header(f"Copy: right symbols by the string's length; trained on up to {sizes[-1]}", sizes + longer)
+    accuracies = {}
+    for name in chosen(COPIERS):
+        model, start = train(name, tasks_by_size[sizes[-1]], sizes)
+        accuracies[name] = [measure(model, task, size) for size, task in tasks_by_size.items()]
+        print_accuracies(start, accuracies[name])
+    chance = [1 / 16] * len(tasks_by_size)
+    print_accuracies("any symbol", chance)
+    looks = {name: contestant.look for name, contestant in CONTESTANTS.items()}
+    axes = {"xlabel": "symbols in the string", "title": "repeating a string", "trained_to": sizes[-1]}
+    finish("copy", accuracy_figure(list(tasks_by_size), accuracies, looks, chance, **axes))
+
+
+def short() -> None:
+    lengths = (16, 64, 256) if QUICK.value else (16, 32, 64, 96, 128, 192, 256, 512)
+    print(f"Time of causal linear attention (elu+1) ÷ softmax attention; H=8, D=64, float32, {jax.default_backend()}")
+    print(f"{'B':>3} {'T':>5} {'linear ms':>10} {'softmax ms':>11} {'forward':>8} {'with gradients':>15}")
+    ratios = {}
+    for batch_size in (1, 8):
+        ratios[batch_size] = {"forward": [], "with gradients": []}
+        for length in lengths:
+            best = time_both(batch_size, length, rounds=5 if QUICK.value else 20)
+            forward, both = (best["linear", kind] / best["softmax", kind] for kind in ("forward", "gradient"))
+            ms = [best[name, "forward"] * 1e3 for name in ("linear", "softmax")]
+            print(f"{batch_size:3} {length:5} {ms[0]:10.3f} {ms[1]:11.3f} {forward:8.2f} {both:15.2f}", flush=True)
+            ratios[batch_size]["forward"].append(forward)
+            ratios[batch_size]["with gradients"].append(both)
+    finish("short", ratios_figure(lengths, ratios))
+
+
+def sharp() -> None:
+    dim, sizes = 16, (8, 16, 32, 64, 128)
+    maps = {"softmax": None} | {name: feature_maps.get(name) for name in ("elu_plus_one", "dpfp_2", "taylor")}
+    print(f"Mean weight of each query on its own of S keys, queries and keys free, D={dim}, by S")
+    print(f"{'attention':20} {'F':>5} " + "".join(f"{size:7}" for size in sizes))
+    for name, feature_map in list(maps.items())[: 2 if QUICK.value else None]:
+        weights = [tasks.sharpest_weight(feature_map, size, dim, seed=SEED.value) for size in sizes]
+        num_features = feature_map(jnp.zeros((1, dim))).shape[-1] if feature_map else "-"
+        print(f"{name:20} {num_features:>5} " + "".join(f"{weight:7.3f}" for weight in weights), flush=True)
+
+
+def time_both(batch_size: int, length: int, *, rounds: int) -> dict[tuple[str, str], float]:
+    """("linear" or "softmax", "forward" or "gradient") to seconds; the two in turn, so that noise hits both alike."""
+    functions = {
+        "linear": functools.partial(jax_linattn.linear_attention, is_causal=True),
+        "softmax": functools.partial(jax.nn.dot_product_attention, is_causal=True),
+    }
+    arguments = list(jax.random.normal(jax.random.key(SEED.value), (4, batch_size, length, 8, 64)))
+    return best_times(compile_all(functions, arguments), rounds)
+
+
+def finish(task: str, figure) -> None:
+    path = Path(OUT.value or f"runs/limits_{task}.png")
+    save(figure, path)
+    print(f"figure: {path}")
+
+
+TASKS = {"recall": recall, "copy": copy, "short": short, "sharp": sharp}
+
+
+def main(argv):
+    if len(argv) != 2 or argv[1] not in TASKS:
+        raise app.UsageError(f"give one of {', '.join(TASKS)}; got {' '.join(argv[1:]) or 'nothing'}")
+    TASKS[argv[1]]()
+
+
+if __name__ == "__main__":
+    app.run(main)
