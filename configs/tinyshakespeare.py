@@ -14,6 +14,8 @@ def get_config(attention="elu_plus_one"):
     config.model.attention = "softmax" if attention == "softmax" else "linear"
     if attention != "softmax":
         config.model.feature_map = attention
+    if attention == "taylor":
+        config.model.num_heads = 8  # of 16 dims, 153 features each; 32 dims would make 561
     config.context = 64
     config.batch_size = 12
     config.steps = 2000

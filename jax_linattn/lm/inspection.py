@@ -55,8 +55,7 @@ def attention_inputs(model: Decoder, tokens: Array, *, mask: Array | None = None
     """What the attention of every block is called with, [B, T, features] each."""
     x, inputs = model.embedding(tokens), []
     for block in model.blocks:
-        h = block.attention_norm(x)
-        inputs.append(h + block.convolution(h, mask=mask))
+        inputs.append(block.attention_input(x, mask=mask))
         x = block(x, mask=mask)
     return inputs
 

@@ -99,10 +99,13 @@ class Block(nnx.Module):
         self, x: Array, *, mask: Array | None = None, decode: bool = False, dropout_key: Array | None = None
     ) -> Array:
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        h = self.attention_norm(x)
-        h = h + self.convolution(h, mask=mask, decode=decode)
+        h = self.attention_input(x, mask=mask, decode=decode)
         x = x + dropout(self.attention(h, mask=mask, decode=decode), self.dropout, keys[0])
         return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, keys[1])
+
+    def attention_input(self, x: Array, *, mask: Array | None = None, decode: bool = False) -> Array:
+        h = self.attention_norm(x)
+        return h + self.convolution(h, mask=mask, decode=decode)
 
 
 class Decoder(nnx.Module):
