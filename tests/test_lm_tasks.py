@@ -129,8 +129,9 @@ def test_models_are_what_they_are_called():
     assert tasks.numbers_a_head(shape_of_model(6, **TINY, feature_map="hedgehog")) == 16 * 8
     assert tasks.numbers_a_head(shape_of_model(6, **TINY, feature_map="taylor")) == (1 + 8 + 36) * 8
     assert tasks.numbers_a_head(shape_of_model(6, **TINY, attention="softmax")) is None
-    hybrid = shape_of_model(6, **{**TINY, "num_layers": 2}, hybrid=True)
-    assert [type(block.attention) for block in hybrid.blocks] == [LinearAttention, SoftmaxAttention]
+    hybrid = shape_of_model(6, **{**TINY, "num_layers": 2}, softmax_layers=[0])
+    assert [type(block.attention) for block in hybrid.blocks] == [SoftmaxAttention, LinearAttention]
+    assert tasks.numbers_a_head(hybrid) == 8 * 8
     tokens = jnp.zeros((1, 5), jnp.int32)
     assert nnx.eval_shape(lambda model: model(tokens), hybrid).shape == (1, 5, 6)
     with pytest.raises((AttributeError, KeyError), match="widht"):

@@ -17,6 +17,7 @@ from jax_linattn.attention import attention_weights
 from jax_linattn.checks import require
 from jax_linattn.lm.config import default_config
 from jax_linattn.lm.model import Decoder, ModelConfig
+from jax_linattn.nnx import LinearAttention
 
 FRESH = 1 << 30  # batches from this step on are for evaluation: no training reaches it
 
@@ -133,12 +134,12 @@ class Copy:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def build(vocabulary_size: int, *, hybrid: bool = False, seed: int = 0, **options) -> Decoder:
+def build(vocabulary_size: int, *, softmax_layers: Sequence[int] = (), seed: int = 0, **options) -> Decoder:
     """A decoder.
 
     Args:
       vocabulary_size: V.
-      hybrid: softmax attention in the last layer, whatever the others have.
+      softmax_layers: the layers, counted from 0, that have softmax attention whatever the others have: a hybrid.
       seed: of the parameters.
       **options: instead of the defaults in `default_config().model`.
     """
@@ -146,22 +147,24 @@ def build(vocabulary_size: int, *, hybrid: bool = False, seed: int = 0, **option
     model_options.update(options)
     config = ModelConfig(vocabulary_size=vocabulary_size, **model_options)
     model = Decoder(config, rngs=nnx.Rngs(seed))
-    if hybrid:
+    if softmax_layers:
         softmax = Decoder(dataclasses.replace(config, attention="softmax"), rngs=nnx.Rngs(seed))
-        model.blocks[-1].attention = softmax.blocks[-1].attention
+        for layer in softmax_layers:
+            model.blocks[layer].attention = softmax.blocks[layer].attention
     return model
 
 
 def numbers_a_head(model: Decoder) -> int | None:
-    """F·E, the size of a head's state in the first layer; None for softmax attention, which keeps every token."""
-    if model.config.attention != "linear":
+    """F·E, the size of a head's state in the first linear layer; None without one: softmax attention keeps every token."""
+    linear = [layer for layer, block in enumerate(model.blocks) if isinstance(block.attention, LinearAttention)]
+    if not linear:
         return None
     graphdef, state = nnx.split(model)
 
     def cache_of(state):
         with_cache = nnx.merge(graphdef, state)
         with_cache.init_cache(1, 1)
-        return nnx.state(with_cache.blocks[0].attention, nnx.Cache)
+        return nnx.state(with_cache.blocks[linear[0]].attention, nnx.Cache)
 
     kv = max(jax.tree.leaves(jax.eval_shape(cache_of, state)), key=lambda leaf: leaf.size)
     return kv.size // model.config.num_heads

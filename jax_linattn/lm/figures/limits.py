@@ -34,8 +34,8 @@ def accuracy_figure(
     """
     figure, axes = _log_axes(sizes)
     if trained_to is not None:
-        axes.axvspan(trained_to, sizes[-1] * 1.1, color="black", alpha=0.06, linewidth=0)
-        axes.text(sizes[-1] * 1.05, 1.0, "longer than trained on", ha="right", va="top", color="#666666")
+        axes.axvspan(trained_to, sizes[-1] * 1.1, color="#f2f2f2", linewidth=0, zorder=0)
+        axes.text(sizes[-1] * 1.05, 0.9, "longer than trained on", ha="right", va="top", color="#666666")
     for name, values in accuracies.items():
         axes.plot(sizes, values, label=name, marker="o", markersize=4, **looks[name])
     axes.plot(sizes, chance, label="chance", **CHANCE)
@@ -72,5 +72,6 @@ def _log_axes(ticks: Sequence[int]) -> tuple[Figure, Any]:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(ticks[0] / 1.1, ticks[-1] * 1.1)
-    axes.grid(alpha=0.25)
+    axes.grid(color="#e0e0e0", linewidth=0.7)
+    axes.set_axisbelow(True)
     return figure, axes
