@@ -70,9 +70,10 @@ class SoftmaxAttention(nnx.Module):
     def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
         """The cache for inputs [B, T, D]: room for T tokens in all."""
         batch, length, _ = input_shape
-        heads = self.query.kernel.shape[-2:]
-        self.cached_key = nnx.Cache(jnp.zeros((batch, length, *heads), dtype))
-        self.cached_value = nnx.Cache(jnp.zeros((batch, length, *heads), dtype))
+        num_heads, head_dim = self.query.kernel.shape[-2:]
+        # Heads before time: what a head reads for a token then lies side by side.
+        self.cached_key = nnx.Cache(jnp.zeros((batch, num_heads, length, head_dim), dtype))
+        self.cached_value = nnx.Cache(jnp.zeros((batch, num_heads, length, head_dim), dtype))
         self.cached_mask = nnx.Cache(jnp.zeros((batch, length), bool))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
 
@@ -91,15 +92,20 @@ class SoftmaxAttention(nnx.Module):
 
     def _attend_with_cache(self, query, key, value, mask) -> Array:
         _require_cache(self, "cached_key")
-        capacity, length = self.cached_key.shape[1], query.shape[1]
+        capacity, length = self.cached_mask.shape[1], query.shape[1]
         require(length <= capacity, f"the cache has room for {capacity} tokens, got {length}: give init_cache more")
         start = self.cache_index[...]
-        for cache, new in [(self.cached_key, key), (self.cached_value, value), (self.cached_mask, mask)]:
-            cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], new.astype(cache.dtype), start, axis=1)
+        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        for cache, new, axis in [(self.cached_key, key, 2), (self.cached_value, value, 2), (self.cached_mask, mask, 1)]:
+            cache[...] = jax.lax.dynamic_update_slice_in_dim(cache[...], new.astype(cache.dtype), start, axis=axis)
         self.cache_index[...] = start + length
         not_later = jnp.arange(capacity) <= start + jnp.arange(length)[:, None]
         visible = self.cached_mask[...][:, None, None] & not_later[None, None]
-        y = jax.nn.dot_product_attention(query, self.cached_key[...], self.cached_value[...], mask=visible)
+        key, value = self.cached_key[...], self.cached_value[...]
+        logits = jnp.einsum("bthd,bhsd->bhts", query, key, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(jnp.where(visible, logits * query.shape[-1] ** -0.5, -jnp.inf), axis=-1)
+        weights = jnp.where(visible, weights, 0)  # a row that sees nothing is NaN, and no token
+        y = jnp.einsum("bhts,bhsd->bthd", weights.astype(value.dtype), value)
         # Past its end the cache would be overwritten without a sign; only values can tell inside a compiled loop.
         return jnp.where(start + length <= capacity, y, jnp.nan)
 
