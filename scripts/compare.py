@@ -12,7 +12,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", help="folders of runs")
     folders = parser.parse_args().runs
-    summaries = {folder: read_summary(read_metrics(Path(folder) / METRICS)) for folder in folders}
+    try:
+        summaries = {folder: read_summary(read_metrics(Path(folder) / METRICS)) for folder in folders}
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     unfinished = [folder for folder, summary in summaries.items() if summary is None]
     if unfinished:
         sys.exit(f"error: no finished run in {', '.join(unfinished)}")

@@ -1,12 +1,15 @@
 """Trains a language model: python scripts/train.py --config=configs/small.py --config.steps=2000"""
 
+import sys
+
 import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jax_linattn.lm import folder
 from jax_linattn.lm.devices import is_first_process
-from jax_linattn.lm.train import Stopped, prepare, train
+from jax_linattn.lm.run import prepare
+from jax_linattn.lm.train import Stopped, train
 
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -28,25 +31,28 @@ def main(argv):
     if DISTRIBUTED.value:
         jax.distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     config = CONFIG.value
+    say = print if is_first_process() else lambda *_, **__: None
     try:
         run = prepare(config, folder.run_folder(WORKDIR.value, config.name))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    say = print if is_first_process() else lambda _: None
-    say(run.description())
-    try:
+        say(run.description(), flush=True)
         summary = train(run)
-    except Stopped as stopped:
-        raise SystemExit(f"\n{stopped}") from None
+    except (ValueError, FloatingPointError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    except (Stopped, KeyboardInterrupt) as stop:
+        say(f"\n{stop}" if str(stop) else "\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
     say(f"\n{(run.folder / folder.SAMPLE).read_text(encoding='utf-8')}\n\n{summary}")
 
 
 def parse(argv):
     """The flags; a config file or an option that there is not is an error of one line."""
     try:
-        return app.parse_flags_with_usage(argv)
+        remaining = app.parse_flags_with_usage(argv)
+        _ = CONFIG.value.name  # a config file that could not be read says so only now
     except (AttributeError, KeyError, OSError) as error:
-        raise SystemExit(f"error: {error}; all options are in jax_linattn/lm/config.py") from None
+        reason = " ".join(str(error.args[0] if error.args else error).split())
+        raise SystemExit(f"error: {reason}; all options are in jax_linattn/lm/config.py") from None
+    return remaining
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "does not exist; give a text file or a folder"),
+        (None, "does not exist; give a text file or a folder of them"),
         (b"", "holds no text"),
         (b" \n", "holds no text"),
         (b"\xff\xfe\x00", "is not UTF-8 text"),

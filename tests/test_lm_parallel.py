@@ -21,8 +21,9 @@ from jax_linattn.lm.batches import Batch
 from jax_linattn.lm.config import default_config
 from jax_linattn.lm.model import Decoder, ModelConfig
 from jax_linattn.lm.report import read_metrics
+from jax_linattn.lm.run import prepare
 from jax_linattn.lm.step import compile_step, initial_state, token_losses
-from jax_linattn.lm.train import prepare, train
+from jax_linattn.lm.train import train
 
 ROOT = Path(__file__).parent.parent
 STEPS = 4
@@ -182,4 +183,4 @@ def test_two_processes_train_and_go_on_as_one(tmp_path):
 
 
 def flat(config) -> dict:
-    return {name: value for name, value in folders._flat(config.to_dict()).items() if value != ""}
+    return {name: value for name, value in folders.flat(config.to_dict()).items() if value != ""}

@@ -20,7 +20,8 @@ from jax_linattn.lm import checkpoint
 from jax_linattn.lm import folder as folders
 from jax_linattn.lm.config import Config
 from jax_linattn.lm.report import append_metrics, read_metrics
-from jax_linattn.lm.train import Stopped, prepare, train
+from jax_linattn.lm.run import prepare
+from jax_linattn.lm.train import Stopped, train
 
 # A server imports once; each process that is to be killed is forked from it before jax has started anything.
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -27,8 +27,9 @@ from jax_linattn.lm.config import Config, default_config
 from jax_linattn.lm.generate import continue_texts
 from jax_linattn.lm.model import ModelConfig
 from jax_linattn.lm.report import Summary
+from jax_linattn.lm.run import Run, prepare
 from jax_linattn.lm.step import _matrices, compile_step, make_evaluate, make_optimizer, token_losses
-from jax_linattn.lm.train import Run, prepare, train
+from jax_linattn.lm.train import train
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,7 +62,7 @@ def finished(tmp_path_factory):
 def test_a_run_learns_and_leaves_everything(finished):
     config, folder, summary = finished.config, finished.folder, finished.summary
     present = {path.name for path in folder.iterdir()}
-    assert present == {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
+    assert present == {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints", "lock"}
     fingerprint = {"corpus_sha256": finished.run.corpus.fingerprint()}
     assert json.loads((folder / "config.json").read_text()) == config.to_dict() | fingerprint
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -173,7 +174,8 @@ def test_the_script_says_what_is_wrong(tmp_path):
     command = [sys.executable, "scripts/train.py", "--config.corpus=nowhere", f"--workdir={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr.strip() == "error: corpus 'nowhere' does not exist; give a text file or a folder of text files"
+    expected = "error: corpus 'nowhere' does not exist; give a text file or a folder of them, --config.corpus=PATH"
+    assert result.stderr.strip() == expected
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,9 @@ class Batch(NamedTuple):
     targets: np.ndarray  # int32 [B, T]
 
 
+PASSES = 2**20  # as good as endless, and a length that fits into 64 bits
+
+
 class Windows:
     """Every place of a text that a training sequence fits in, as a source of records int32 [T + 1]."""
 
@@ -23,8 +26,8 @@ class Windows:
     def __len__(self) -> int:
         return len(self._tokens) - self._context
 
-    def __getitem__(self, start) -> np.ndarray:
-        return self._tokens[start : start + self._context + 1]
+    def __getitem__(self, index) -> np.ndarray:
+        return self._tokens[index : index + self._context + 1]
 
     def __repr__(self) -> str:
         return f"Windows(of {self._context} in {len(self._tokens)} tokens)"
@@ -46,7 +49,7 @@ def train_batches(
       process: (this one's number p, how many there are P): it gets the records p, p + P, ... of each batch.
     """
     number, count = process
-    records = grain.MapDataset.source(Windows(tokens, context)).shuffle(seed=seed % 2**32).repeat(None)
+    records = grain.MapDataset.source(Windows(tokens, context)).shuffle(seed=seed % 2**32).repeat(PASSES)
     batches = records[number::count].batch(batch_size // count).map(lambda rows: Batch(rows[:, :-1], rows[:, 1:]))
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 

@@ -53,7 +53,7 @@ def save(manager: ocp.CheckpointManager, state: TrainState, meta: dict[str, Any]
         rest=ocp.args.StandardSave(rest),
         meta=ocp.args.JsonSave(about | meta),
     )
-    manager.save(step, args=items)
+    require(manager.save(step, args=items), f"{manager.directory / str(step)} could not be written: is it there already?")
 
 
 def restore(manager: ocp.CheckpointManager, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -69,6 +69,15 @@ def restore(manager: ocp.CheckpointManager, step: int, like: TrainState) -> tupl
     params, rest = (_read(manager, step, name, part) for name, part in zip(("params", "rest"), _parts(like), strict=True))
     _check(manager, step, meta, params=params, rest=rest)
     return TrainState(params=params, **rest), meta
+
+
+def restore_newest(folder: Path, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+    """What `restore` gives of a run's newest checkpoint; None if there is none."""
+    if not (folder / CHECKPOINTS).is_dir():
+        return None
+    with open_checkpoints(folder) as manager:
+        step = manager.latest_step()
+        return None if step is None else restore(manager, step, like)
 
 
 def read_meta(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
@@ -88,19 +97,20 @@ def load_model(path: str | Path) -> tuple[Decoder, Vocabulary]:
     Raises:
       ValueError: if there is no checkpoint, or it is damaged.
     """
-    path = Path(path)
+    path = Path(path).resolve()
     chosen = int(path.name) if path.parent.name == CHECKPOINTS and path.name.isdecimal() else None
     folder = path if chosen is None else path.parent.parent
     require(
-        (folder / CHECKPOINTS).is_dir() and path.is_dir(),
+        (folder / CHECKPOINTS).is_dir(),
         f"{path} holds no checkpoints; give the folder of a run, as runs/NAME, or of one, as runs/NAME/{CHECKPOINTS}/STEP",
     )
     with open_checkpoints(folder) as manager:
         step = manager.latest_step() if chosen is None else chosen
-        require(step is not None, f"{folder / CHECKPOINTS} holds no complete checkpoint")
+        steps = manager.all_steps()
+        require(step in steps, f"{folder / CHECKPOINTS} holds no complete checkpoint {step or ''}: there are {steps}")
         meta = read_meta(manager, step)
         vocabulary = Vocabulary(meta["vocabulary"])
-        config = ModelConfig(vocabulary_size=vocabulary.size, **meta["config"]["model"])
+        config = _model_config(manager.directory / str(step), vocabulary, meta["config"]["model"])
         abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
         graphdef, params = nnx.split(abstract, nnx.Param)
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -109,6 +119,23 @@ def load_model(path: str | Path) -> tuple[Decoder, Vocabulary]:
         _check(manager, step, meta, params=params)
     on_no_device_in_particular = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
     return nnx.merge(graphdef, nnx.State(on_no_device_in_particular)), vocabulary
+
+
+def _model_config(where: Any, vocabulary: Vocabulary, options: dict[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig(vocabulary_size=vocabulary.size, **options)
+    except TypeError as error:
+        raise ValueError(f"{where} is of a model with other options than this version has ({error})") from error
+
+
+def all_finite(tree: Any) -> bool:
+    """Whether no float in any array is NaN or infinite."""
+    return bool(_all_finite(tree))
+
+
+@jax.jit
+def _all_finite(tree: Any) -> Array:
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
 
 
 def checksum(tree: Any) -> int:
@@ -148,6 +175,8 @@ def _restore_item(manager: ocp.CheckpointManager, step: int, name: str, args: An
     with _without_echoes():
         try:
             return manager.restore(step, args=ocp.args.Composite(**{name: args}))[name]
+        except (MemoryError, PermissionError):
+            raise
         except Exception as error:  # whatever orbax makes of a damaged file
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"{type(error).__name__}: {first_line[:200]}"

@@ -30,7 +30,7 @@ def read_corpus(path: str | None = None) -> str:
         return _language_reference()
     root = Path(path).expanduser()
     if not root.exists():
-        raise ValueError(f"corpus {path!r} does not exist; give a text file or a folder of text files")
+        raise ValueError(f"corpus {path!r} does not exist; give a text file or a folder of them, --config.corpus=PATH")
     files = sorted(p for p in root.rglob("*") if p.is_file() and not _is_hidden(p, root)) if root.is_dir() else [root]
     text = "\n".join(_read_text(file) for file in files)
     if not text.strip():
@@ -86,7 +86,7 @@ class Vocabulary:
         Raises:
           ValueError: naming the characters that the vocabulary lacks.
         """
-        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         known = np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)
         tokens = np.minimum(np.searchsorted(known, code_points), self.size - 1)
         if not np.array_equal(known[tokens], code_points):

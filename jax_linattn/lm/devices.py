@@ -4,6 +4,8 @@ With several processes (`jax.distributed.initialize`) all run the same program o
 a batch, and the first alone writes what is not a checkpoint.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from jax_linattn.checks import require
 AXIS = "data"
 
 
-def mesh_of(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def mesh_of(devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one axis; None = of all devices, those of other processes included."""
     return Mesh(np.asarray(jax.devices() if devices is None else devices), (AXIS,))
 
@@ -31,6 +33,31 @@ def wait_for_all(name: str) -> None:
     """Returns when every process has come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def agree(options: Any, problem: ValueError | None) -> None:
+    """Goes on in all processes or in none.
+
+    Args:
+      options: plain JSON, which must be the same in all of them.
+      problem: why this one cannot go on, or None.
+
+    Raises:
+      ValueError: the problem; in a process that has none, that another has one, or that the options differ.
+    """
+    if jax.process_count() > 1:
+        digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).digest()
+        row = np.frombuffer(bytes([problem is not None]) + digest, np.uint8)
+        rows = multihost_utils.process_allgather(row)
+        failed = [number for number, row in enumerate(rows) if row[0]]
+        if problem is None:
+            require(not failed, f"process(es) {failed} cannot go on, and say why")
+            require(
+                all(np.array_equal(row, other) for other in rows),
+                "processes must have the same options and the same text; they differ: start all by one command",
+            )
+    if problem is not None:
+        raise problem
 
 
 def check_batch_size(mesh: Mesh, batch_size: int, accumulation: int) -> None:

@@ -5,6 +5,7 @@ runs/NAME/config.json     options, as the run was started with
           loss.png        the curves
           sample.txt      what the model writes at the end
           checkpoints/    see `checkpoint`
+          lock            held by the process that trains there
 """
 
 import json
@@ -12,10 +13,15 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock, Timeout
+
 from jax_linattn.checks import require
 from jax_linattn.lm import report
 
 CONFIG, METRICS, PLOT, SAMPLE, CHECKPOINTS = "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"
+LOCK = "lock"
+# Options that may differ when a run goes on. What the corpus holds may not, wherever it lies.
+NO_PART_OF_A_RUN = ("overwrite", "keep_checkpoints", "corpus")
 
 Plan = Literal["start", "continue", "replace"]
 
@@ -41,11 +47,12 @@ def plan(folder: Path, options: dict[str, Any], *, overwrite: bool) -> Plan:
         return "start"
     try:
         different = changes(_stored_options(folder), options)
+        finished = is_finished(folder)
     except ValueError as error:
         obstacle = str(error)
     else:
         if not different:
-            return "replace" if overwrite and is_finished(folder) else "continue"
+            return "replace" if overwrite and finished else "continue"
         obstacle = f"{folder} holds a run with other options: {'; '.join(different)}"
     if overwrite:
         return "replace"
@@ -53,6 +60,21 @@ def plan(folder: Path, options: dict[str, Any], *, overwrite: bool) -> Plan:
         f"{obstacle}. Choose another name with --config.name=NAME, remove the folder, or replace what is there "
         f"({', '.join(present)}) with --config.overwrite=True"
     )
+
+
+def lock(folder: Path) -> FileLock:
+    """A lock on the folder, made if need be, held until it is released or the process ends.
+
+    Raises:
+      ValueError: if another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = FileLock(folder / LOCK)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{folder} is being trained in by another process: wait for it, or choose another name") from None
+    return held
 
 
 def is_finished(folder: Path) -> bool:
@@ -64,11 +86,10 @@ def carry_out(plan: Plan, folder: Path, options: dict[str, Any]) -> None:
     if plan == "continue":
         return
     for name in (CONFIG, METRICS, PLOT, SAMPLE, CHECKPOINTS):  # options first: what is left then is nobody's run
-        if (folder / name).is_dir():
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
     report.write_whole(folder / CONFIG, json.dumps(options, indent=2) + "\n")
 
 
@@ -84,9 +105,9 @@ def _stored_options(folder: Path) -> dict[str, Any]:
 
 
 def changes(earlier: dict[str, Any], options: dict[str, Any]) -> list[str]:
-    """What differs, as "option: earlier → now". Whether to overwrite is no part of a run."""
-    before, now = _flat(earlier), _flat(json.loads(json.dumps(options)))
-    names = sorted((before | now).keys() - {"overwrite"})
+    """What differs, as "option: earlier → now"."""
+    before, now = flat(earlier), flat(json.loads(json.dumps(options)))
+    names = sorted((before | now).keys() - set(NO_PART_OF_A_RUN))
     return [
         f"{name}: {before.get(name, '(none)')!r} → {now.get(name, '(none)')!r}"
         for name in names
@@ -94,8 +115,9 @@ def changes(earlier: dict[str, Any], options: dict[str, Any]) -> list[str]:
     ]
 
 
-def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"width": 1}} as {"model.width": 1}."""
+    result = {}
     for name, value in options.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return result

@@ -58,7 +58,8 @@ def generate(
       temperature: as `sampling` takes it.
       top_k: likewise.
       top_p: likewise.
-      key: a PRNG key, of which row b takes fold_in(key, b), or keys [B], one a row; needed unless temperature is 0.
+      key: a PRNG key, of which row b takes fold_in(key, b), or keys [B], one a row; needed unless temperature is 0. Of
+        JAX's default kind, threefry: others do not draw row by row.
 
     Returns:
       int32 [B, length].
@@ -87,7 +88,7 @@ def stream(
 
     Arguments are those of `generate`, and are checked before the first piece is asked for.
     """
-    tokens, mask = _check_prompts(prompts, mask)
+    tokens, mask = _check_prompts(prompts, mask, model.config.vocabulary_size)
     is_count = isinstance(length, int | np.integer) and not isinstance(length, bool)
     require(is_count and length >= 0, f"length must be a whole number, at least 0, got {length!r}")
     require(piece_length >= 1, f"piece_length must be at least 1, got {piece_length}")
@@ -168,10 +169,15 @@ def _power_of_two(at_least: int) -> int:
     return 1 << (at_least - 1).bit_length()
 
 
-def _check_prompts(prompts, mask) -> tuple[np.ndarray, np.ndarray]:
+def _check_prompts(prompts, mask, vocabulary_size: int) -> tuple[np.ndarray, np.ndarray]:
     prompts = np.asarray(prompts)
     fits = prompts.ndim == 2 and prompts.size > 0 and prompts.dtype.kind in "iu"
     require(fits, f"prompts must be an integer array [B >= 1, T >= 1], got {prompts.dtype} {prompts.shape}")
+    low, high = prompts.min(), prompts.max()
+    require(
+        low >= 0 and high < vocabulary_size,
+        f"prompts must be tokens from 0 to {vocabulary_size - 1}, got numbers from {low} to {high}",
+    )
     mask = np.ones(prompts.shape, bool) if mask is None else np.asarray(key_mask(mask, *prompts.shape))
     require(mask[:, -1].all(), "mask must be True for each prompt's last token: pads stand on the left, see pad_prompts")
     return prompts.astype(np.int32), mask
@@ -231,7 +237,9 @@ def stream_texts(
 ) -> Iterator[list[str]]:
     """What `continue_texts` returns, piece by piece as it is written. Arguments are checked before the first piece."""
     tokens, mask = pad_prompts([vocabulary.encode(prompt) for prompt in prompts])
-    keys = jnp.stack([jax.random.key(seed + row) for row in range(len(prompts))])
+    last = seed + len(prompts) - 1
+    require(seed >= 0 and last < 2**32, f"seed must be from 0 to 2³² - 1, one more for each prompt, got {seed} … {last}")
+    keys = jnp.stack([jax.random.key(seed + row, impl="threefry2x32") for row in range(len(prompts))])
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     pieces = stream(model, tokens, length, mask=mask, key=keys, **how)
     return ([vocabulary.decode(row) for row in piece] for piece in pieces)

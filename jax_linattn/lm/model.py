@@ -49,6 +49,10 @@ class ModelConfig:
         require(0 <= self.dropout < 1, f"model.dropout must be at least 0 and below 1, got {self.dropout}")
         if self.feature_map not in LEARNABLE_MAPS:
             feature_maps.get(self.feature_map)
+        require(
+            not (self.attention == "linear" and self.normalize and self.feature_map == "identity"),
+            "model.normalize must be False with model.feature_map='identity', whose weights may be negative, got True",
+        )
 
     @property
     def out_kernel_init(self) -> Initializer:

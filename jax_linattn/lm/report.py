@@ -1,5 +1,6 @@
 """What a run leaves to look at: metrics, the loss curve, the summary."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -7,22 +8,36 @@ import os
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from jax_linattn.lm.config import Config
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
     """One more line of JSON, on disk when this returns."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run so far, without one that is still being written; none if there is no file."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The lines of a run so far, without one that is still being written; none if there is no file.
+
+    Raises:
+      ValueError: naming the first line that is none of ours.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    return [_parsed(path, number, line) for number, line in enumerate(lines, 1) if line.endswith("\n")]
+
+
+def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        metrics = json.loads(line)
+        if isinstance(metrics, dict) and "step" in metrics:
+            return metrics
+    raise ValueError(f"line {number} of {path} is damaged, {line[:40]!r}: remove that line")
 
 
 def keep_metrics(path: Path, *, until: int) -> None:
@@ -88,7 +103,9 @@ class Summary:
 
 def comparison(summaries: list[Summary]) -> str:
     """A Markdown table of runs, best first."""
-    header = "| run | attention | parameters | validation nats/char | bits/char | training tokens/s |\n|---|---|--:|--:|--:|--:|"
+    header = (
+        "| run | attention | parameters | validation nats/char | bits/char | training tokens/s |\n|---|---|--:|--:|--:|--:|"
+    )
     rows = [
         f"| {Path(s.folder).name} | {s.attention} | {s.parameters:,} | {s.validation_bits * math.log(2):.3f} "
         f"| {s.validation_bits:.3f} | {s.tokens_per_second:,.0f} |"
@@ -105,10 +122,8 @@ def read_summary(metrics: list[dict[str, Any]]) -> Summary | None:
 
 def plot_losses(metrics: list[dict[str, Any]], trigram_bits: float, title: str, path: Path) -> None:
     """Training and validation bits a character over training tokens, with the trigram as a line."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes: Any = figure.subplots()
     for key, label, style in [
         ("train_bits", "training", {"color": "tab:blue", "alpha": 0.7, "linewidth": 1.2}),
         ("validation_bits", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
@@ -117,9 +132,9 @@ def plot_losses(metrics: list[dict[str, Any]], trigram_bits: float, title: str, 
         axes.plot(*np.array(points).T, label=label, **style)
     axes.axhline(trigram_bits, color="tab:gray", linestyle="--", label=f"trigram, {trigram_bits:.2f}")
     validation = [line["validation_bits"] for line in metrics if "validation_bits" in line]
-    axes.set(xlabel="million training tokens", ylabel="bits a character", title=f"{title}: validation {validation[-1]:.2f}")
+    axes.set(xlabel="million training tokens", ylabel="bits a character")
+    axes.set_title(f"{title}: validation {validation[-1]:.2f}", parse_math=False)
     axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

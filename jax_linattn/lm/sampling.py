@@ -31,7 +31,8 @@ def sampling(temperature: float = 1.0, top_k: int | None = None, top_p: float | 
     Raises:
       ValueError: naming the argument, what it got and what would be right.
     """
-    require(_is_number(temperature) and temperature >= 0, f"temperature must be at least 0, got {temperature!r}")
+    fits = _is_number(temperature) and 0 <= temperature <= np.finfo(np.float32).max
+    require(fits, f"temperature must be at least 0 and a finite float32, got {temperature!r}")
     check_positive_int("top_k", top_k)
     require(
         top_p is None or (_is_number(top_p) and 0 < top_p <= 1),
@@ -71,4 +72,5 @@ def _restrict(scaled: Array, how: Sampling) -> Array:
     probabilities = jax.nn.softmax(scaled)[likeliest_first]
     likelier = jnp.cumsum(probabilities) - probabilities  # the probability of all before it: exactly 0 for the first
     keep = (jnp.arange(scaled.size) < how.top_k) & (likelier < how.top_p)
+    keep = keep.at[0].set(True)  # also where top_p is so small that it is 0 in float32
     return jnp.full_like(scaled, -jnp.inf).at[likeliest_first].set(jnp.where(keep, scaled[likeliest_first], -jnp.inf))

@@ -38,10 +38,7 @@ def losses_figure(*, runs: Sequence[str], unit: str, over: str) -> Figure:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS
     require(path.is_file(), f"{folder} holds no {METRICS}; give the folder of a run, as runs/NAME")
-    try:
-        return read_metrics(path)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not one JSON object a line ({error})") from error
+    return read_metrics(path)
 
 
 def _map_of(folder: Path) -> str | None:
