@@ -1,4 +1,4 @@
-"""Where linear attention loses: prints a table and draws a figure. docs/limits.md tells what they mean.
+"""Where linear attention loses: prints a table and, but for `sharp`, draws a figure. docs/limits.md tells what they mean.
 
 python scripts/limits.py recall     # look up values by their keys
 python scripts/limits.py copy       # repeat a string
@@ -179,6 +179,11 @@ TASKS = {"recall": recall, "copy": copy, "short": short, "sharp": sharp}
 def main(argv):
     if len(argv) != 2 or argv[1] not in TASKS:
         raise app.UsageError(f"give one of {', '.join(TASKS)}; got {' '.join(argv[1:]) or 'nothing'}")
+    no_training = () if argv[1] in ("recall", "copy") else ("steps", "learning_rate", "only")
+    no_figure = ("out",) if argv[1] == "sharp" else ()
+    unused = [name for name in no_training + no_figure if flags.FLAGS[name].present]
+    if unused:
+        raise app.UsageError(f"{argv[1]} has no use for {', '.join(f'--{name}' for name in unused)}")
     TASKS[argv[1]]()
 
 

@@ -11,10 +11,12 @@ from jax_linattn.lm.devices import is_first_process
 from jax_linattn.lm.run import prepare
 from jax_linattn.lm.train import Stopped, train
 
+DEFAULT_CONFIG = "configs/small.py"
 CONFIG = config_flags.DEFINE_config_file(
     "config",
-    "configs/small.py",
-    "a file in configs/; override an option in jax_linattn/lm/config.py with --config.NAME=VALUE",
+    None,
+    f"a file in configs/, {DEFAULT_CONFIG} by default; override an option in jax_linattn/lm/config.py with "
+    "--config.NAME=VALUE",
 )
 WORKDIR = flags.DEFINE_string("workdir", "runs", "folder of all runs")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "one of several processes; all run the same command")
@@ -46,11 +48,14 @@ def main(argv):
 
 def parse(argv):
     """The flags; a config file or an option that there is not is an error of one line."""
+    if not any(argument.split("=")[0].lstrip("-") == "config" for argument in argv[1:]):
+        argv = [argv[0], f"--config={DEFAULT_CONFIG}", *argv[1:]]
     try:
         remaining = app.parse_flags_with_usage(argv)
         _ = CONFIG.value.name  # a config file that could not be read says so only now
     except (AttributeError, KeyError, OSError) as error:
-        reason = " ".join(str(error.args[0] if error.args else error).split())
+        cause = error.args[0] if error.args and isinstance(error.args[0], BaseException) else error
+        reason = " ".join(str(cause.args[0] if isinstance(cause, KeyError | AttributeError) else cause).split())
         raise SystemExit(f"error: {reason}; all options are in jax_linattn/lm/config.py") from None
     return remaining
 

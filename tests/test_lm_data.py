@@ -81,6 +81,12 @@ def test_each_pass_takes_every_window_once_in_a_new_order():
     assert not np.array_equal(starts[0], other)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 30])
+def test_batches_of_one_and_of_more_than_there_are_windows(batch_size):
+    batches = train_batches(np.arange(27, dtype=np.int32), seed=3, batch_size=batch_size, context=16)
+    assert starts_of(batches, 3).shape == (3, batch_size)
+
+
 def test_a_position_is_continued_also_by_other_numbers_of_processes():
     how = {"tokens": np.arange(100, dtype=np.int32), "seed": 3, "batch_size": 4, "context": 16}
     batches = train_batches(**how)

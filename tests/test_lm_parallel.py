@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -146,6 +148,16 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def start_processes(workdirs: list[Path], options: list[str]) -> list[subprocess.Popen]:
+    """Two processes of two devices each, of the very command."""
+    port = free_port()
+    return [start_process(number, port, workdir, options) for number, workdir in enumerate(workdirs)]
+
+
+def outputs_of(processes: list[subprocess.Popen]) -> list[str]:
+    return [process.communicate(timeout=240)[0] for process in processes]
+
+
 def start_process(number: int, port: int, tmp_path: Path, options: list[str]) -> subprocess.Popen:
     command = [sys.executable, "scripts/train.py", "--config=configs/small.py", f"--workdir={tmp_path}", *options]
     command += ["--distributed", f"--coordinator=localhost:{port}", "--num_processes=2", f"--process_id={number}"]
@@ -166,10 +178,8 @@ def test_two_processes_train_and_go_on_as_one(tmp_path):
     shutil.copytree(whole, shared)
     shutil.rmtree(shared / folders.CHECKPOINTS / str(STEPS))
 
-    options = [f"--config.{name}={value}" for name, value in flat(config).items()]
-    port = free_port()
-    processes = [start_process(number, port, tmp_path, options) for number in range(2)]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    processes = start_processes([tmp_path] * 2, options_of(config))
+    outputs = outputs_of(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert "on 4 cpu device(s); going on after step 2" in outputs[0]
     assert "tokens a second" in outputs[0]
@@ -182,5 +192,33 @@ def test_two_processes_train_and_go_on_as_one(tmp_path):
     assert sorted(path.name for path in (shared / folders.CHECKPOINTS).iterdir()) == ["2", "4"]
 
 
-def flat(config) -> dict:
-    return {name: value for name, value in folders.flat(config.to_dict()).items() if value != ""}
+def test_two_processes_stop_together(tmp_path):
+    """On SIGTERM to one, after a step that both agree on, with a checkpoint of it."""
+    config = small_config(tmp_path, steps=100_000, checkpoint_every=100_000, validate_every=100_000)
+    folder = tmp_path / config.name
+    processes = start_processes([tmp_path] * 2, options_of(config))
+    until = time.monotonic() + 120
+    while not read_metrics(folder / folders.METRICS) and time.monotonic() < until:
+        time.sleep(0.2)
+    processes[1].send_signal(signal.SIGTERM)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [130, 130], "\n".join(outputs)
+    (step,) = [int(path.name) for path in (folder / folders.CHECKPOINTS).iterdir()]
+    assert f"stopped after step {step:,} of 100,000; the same command goes on from there" in outputs[0]
+    assert read_metrics(folder / folders.METRICS)[-1]["step"] == step
+
+
+def test_two_processes_that_disagree(tmp_path):
+    """About what the folder holds, so that one refuses: both end, each with one line."""
+    config = small_config(tmp_path)
+    workdirs = [tmp_path / "first", tmp_path / "second"]
+    (workdirs[1] / config.name / folders.CHECKPOINTS).mkdir(parents=True)
+    outputs = outputs_of(processes := start_processes(workdirs, options_of(config)))
+    assert [process.returncode for process in processes] == [1, 1], "\n".join(outputs)
+    assert "error: process(es) [1] cannot go on, and say why" in outputs[0]
+    assert "holds files of a run, but no config.json" in outputs[1]
+    assert not (workdirs[0] / config.name).exists()
+
+
+def options_of(config) -> list[str]:
+    return [f"--config.{name}={value}" for name, value in folders.flat(config.to_dict()).items() if value != ""]

@@ -203,6 +203,57 @@ def test_a_damaged_checkpoint(stopped, tmp_path):
     assert int(prepare(config, folder, mesh=one_device()).state.step) == 4, "the remedy helps"
 
 
+def test_one_run_at_a_time(stopped, tmp_path):
+    config, folder = stopped
+    folder = copy_of(folder, tmp_path)
+    run = prepare(config, folder, mesh=one_device())
+    assert_refused(config, folder, "is being trained in by another process")
+    assert in_a_process(refused_elsewhere, config, folder) == 0
+    del run
+    prepare(config, folder, mesh=one_device())
+
+
+def refused_elsewhere(config: Config, folder: Path) -> None:
+    with pytest.raises(ValueError, match="is being trained in by another process"):
+        prepare(config, folder, mesh=one_device())
+
+
+def test_the_same_text_elsewhere_is_the_same_corpus(stopped, tmp_path):
+    config, folder = stopped
+    folder = copy_of(folder, tmp_path)
+    config = config.copy_and_resolve_references()
+    config.corpus = str(shutil.copy(config.corpus, tmp_path / "moved.txt"))
+    assert int(prepare(config, folder, mesh=one_device()).state.step) == 6
+
+
+def test_a_damaged_line_of_metrics(stopped, tmp_path):
+    config, folder = stopped
+    folder = copy_of(folder, tmp_path)
+    path = folder / folders.METRICS
+    kept = path.read_text()
+    for line in ['{"step": 3, "tok', "7", "{}", ""]:
+        path.write_text(f"{line}\n{kept}")
+        assert_refused(config, folder, r"line 1 of .*metrics.jsonl is damaged, .*: remove that line")
+    again = config.copy_and_resolve_references()
+    again.overwrite = True
+    assert int(prepare(again, folder, mesh=one_device()).state.step) == 0, "overwriting helps"
+
+
+def test_a_finished_run_without_checkpoints(stopped, tmp_path):
+    config, folder = stopped
+    folder = copy_of(folder, tmp_path)
+    append_metrics(folder / folders.METRICS, {"step": 20, "summary": {}})
+    shutil.rmtree(folder / folders.CHECKPOINTS)
+    assert_refused(config, folder, "holds a finished run without its checkpoints")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / folders.CHECKPOINTS).symlink_to(tmp_path / "elsewhere")
+    again = config.copy_and_resolve_references()
+    again.overwrite = True
+    prepare(again, folder, mesh=one_device())
+    assert not (folder / folders.CHECKPOINTS).exists()
+    assert (tmp_path / "elsewhere").exists(), "what a link leads to is not ours"
+
+
 def test_a_flipped_bit_is_found():
     tree = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.int32(7), "c": np.arange(2, dtype=np.uint32)}
     known = checkpoint.checksum(tree)

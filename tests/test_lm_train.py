@@ -137,6 +137,10 @@ def test_options_that_will_not_do(tmp_path):
         ("warmup_steps", -1, "warmup_steps must be at least 0"),
         ("learning_rate", 0.0, "learning_rate must be above 0"),
         ("seed", -1, "seed must be at least 0"),
+        ("seed", 2**32, "seed must be below 2"),
+        ("log_every", None, "log_every must be a positive whole number, got None"),
+        ("model.feature_map", "identity", "model.normalize must be False with"),
+        ("sample.temperature", float("inf"), "sample.temperature must be at least 0 and finite, got inf"),
         ("sample.prompt", "Ä", "lacks: 'Ä'"),
         ("sample.temperature", -1.0, "sample.temperature must be at least 0"),
         ("model.attention", "mamba", "model.attention must be one of"),
@@ -159,8 +163,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     run = prepare(tiny_config(tmp_path), tmp_path / "run", mesh=one_device())
     nan = jnp.float32(jnp.nan)
     monkeypatch.setattr(train_module, "compile_step", lambda *_: lambda state, batch: (state, nan, nan))
-    with pytest.raises(FloatingPointError, match=r"loss is no longer finite at step 5; a lower learning_rate"):
+    with pytest.raises(FloatingPointError, match=r"no longer finite at step 5; a lower learning_rate"):
         train(run, progress=False)
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path)
+    run = prepare(config, tmp_path / "run", mesh=one_device())
+    spoilt = jax.tree.map(lambda x: x * jnp.nan, run.state.params)
+    step = lambda state, batch: (state._replace(params=spoilt), jnp.float32(1), jnp.float32(1))
+    monkeypatch.setattr(train_module, "compile_step", lambda *_: step)
+    monkeypatch.setattr(train_module, "make_evaluate", lambda *_: lambda *_: 1.0)
+    with pytest.raises(FloatingPointError, match="parameter is no longer finite"):
+        train(run, progress=False)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -170,12 +186,21 @@ def test_configs(path):
     assert ModelConfig(vocabulary_size=100, **config.model).width == 128
 
 
-def test_the_script_says_what_is_wrong(tmp_path):
-    command = [sys.executable, "scripts/train.py", "--config.corpus=nowhere", f"--workdir={tmp_path}"]
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--config.corpus=nowhere", "'nowhere' does not exist; give a text file or a folder of them, --config.corpus=PATH"),
+        ("--config.step=3", 'Did you mean "steps" instead of "step"?; all options are in jax_linattn/lm/config.py'),
+        ("--config=configs/smal.py", "'configs/smal.py'; all options are in jax_linattn/lm/config.py"),
+    ],
+)
+def test_the_script_says_what_is_wrong(tmp_path, argument, expected):
+    command = [sys.executable, "scripts/train.py", argument, f"--workdir={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True)
     assert result.returncode == 1
-    expected = "error: corpus 'nowhere' does not exist; give a text file or a folder of them, --config.corpus=PATH"
-    assert result.stderr.strip() == expected
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.endswith(f"{expected}\n")
+    assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
