@@ -6,7 +6,9 @@ python scripts/limits.py short      # time beside softmax attention, on short se
 python scripts/limits.py sharp      # put all weight on one key
 """
 
+import argparse
 import functools
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 from benchmark import best_times, compile_all
 
 import jax_linattn
@@ -23,15 +24,11 @@ from jax_linattn.lm import tasks
 from jax_linattn.lm.figures.limits import accuracy_figure, ratios_figure
 from jax_linattn.lm.figures.style import COLORS, save
 
-QUICK = flags.DEFINE_bool("quick", False, "two contestants, half of the steps, fewer lengths: to see that it runs")
-SEED = flags.DEFINE_integer("seed", 0, "of parameters and sequences", lower_bound=0)
-STEPS = flags.DEFINE_integer("steps", 800, "of training", lower_bound=1)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "for all, instead of each one's best", lower_bound=0.0)
-ONLY = flags.DEFINE_list("only", None, "whom to train in recall and copy, names as in the table; by default all")
-OUT = flags.DEFINE_string("out", None, "the figure; by default runs/limits_TASK.png")
+OPTIONS = argparse.Namespace()  # what `main` has parsed
 
 MODEL = {"num_layers": 2, "width": 32, "mlp_width": 64}
 BATCH_SIZE = 16
+STEPS = 800
 
 
 class Contestant(NamedTuple):
@@ -63,21 +60,21 @@ COPIERS = ("softmax", "elu+1", "elu+1 (1 head of 32)", "Hedgehog", "Taylor", "so
 def chosen(names: Iterable[str]) -> list[str]:
     """Whom to train, out of those that a task knows."""
     names = list(names)
-    for name in ONLY.value or ():
+    for name in OPTIONS.only or ():
         if name not in names:
-            raise app.UsageError(f"--only has {name!r}; the names are {', '.join(names)}")
-    return ONLY.value or names[: 2 if QUICK.value else None]
+            raise ValueError(f"--only has {name!r}; the names are {', '.join(names)}")
+    return OPTIONS.only or names[: 2 if OPTIONS.quick else None]
 
 
 def train(name: str, task: tasks.Recall | tasks.Copy, sizes: Sequence[int]):
     """(a contestant, trained; what the table says of it)."""
     contestant = CONTESTANTS[name]
     own_rate = contestant.recall_rate if isinstance(task, tasks.Recall) else contestant.copy_rate
-    model = tasks.build(task.vocabulary_size, seed=SEED.value, **MODEL, **contestant.options)
-    batch_at = functools.partial(task.batch, SEED.value, batch_size=BATCH_SIZE, sizes=sizes)
-    steps = STEPS.value // 2 if QUICK.value else STEPS.value
+    model = tasks.build(task.vocabulary_size, seed=OPTIONS.seed, **MODEL, **contestant.options)
+    batch_at = functools.partial(task.batch, OPTIONS.seed, batch_size=BATCH_SIZE, sizes=sizes)
+    steps = (OPTIONS.steps or STEPS) // (2 if OPTIONS.quick else 1)
     start = time.perf_counter()
-    model, losses = tasks.fit(model, batch_at, steps, learning_rate=LEARNING_RATE.value or own_rate)
+    model, losses = tasks.fit(model, batch_at, steps, learning_rate=OPTIONS.learning_rate or own_rate)
     numbers = tasks.numbers_a_head(model)
     state = "grows" if numbers is None else f"{contestant.options['num_heads']} x {numbers}"
     return model, f"{name:20} {state:>9} {time.perf_counter() - start:6.0f} s {losses[-50:].mean():6.2f} "
@@ -85,8 +82,8 @@ def train(name: str, task: tasks.Recall | tasks.Copy, sizes: Sequence[int]):
 
 def measure(model, task: tasks.Recall | tasks.Copy, size: int) -> float:
     """The part of right answers in sequences that no training saw."""
-    steps = range(tasks.FRESH, tasks.FRESH + (2 if QUICK.value else 8))
-    return tasks.accuracy(model, [task.batch(SEED.value, step, batch_size=32, sizes=(size,)) for step in steps])
+    steps = range(tasks.FRESH, tasks.FRESH + (2 if OPTIONS.quick else 8))
+    return tasks.accuracy(model, [task.batch(OPTIONS.seed, step, batch_size=32, sizes=(size,)) for step in steps])
 
 
 def print_header(title: str, sizes: Sequence[int]) -> None:
@@ -130,14 +127,14 @@ def copy() -> None:
 
 
 def short() -> None:
-    lengths = (16, 64, 256) if QUICK.value else (16, 32, 64, 96, 128, 192, 256, 512)
+    lengths = (16, 64, 256) if OPTIONS.quick else (16, 32, 64, 96, 128, 192, 256, 512)
     print(f"Time of causal linear attention (elu+1) ÷ softmax attention; H=8, D=64, float32, {jax.default_backend()}")
     print(f"{'B':>3} {'T':>5} {'linear ms':>10} {'softmax ms':>11} {'forward':>8} {'with gradients':>15}")
     ratios = {}
     for batch_size in (1, 8):
         ratios[batch_size] = {"forward": [], "with gradients": []}
         for length in lengths:
-            best = time_both(batch_size, length, rounds=5 if QUICK.value else 20)
+            best = time_both(batch_size, length, rounds=5 if OPTIONS.quick else 20)
             forward, both = (best["linear", kind] / best["softmax", kind] for kind in ("forward", "gradient"))
             ms = [best[name, "forward"] * 1e3 for name in ("linear", "softmax")]
             print(f"{batch_size:3} {length:5} {ms[0]:10.3f} {ms[1]:11.3f} {forward:8.2f} {both:15.2f}", flush=True)
@@ -151,8 +148,8 @@ def sharp() -> None:
     maps = {"softmax": None} | {name: feature_maps.get(name) for name in ("elu_plus_one", "dpfp_2", "taylor")}
     print(f"Mean weight of each query on its own of S keys, queries and keys free, D={dim}, by S")
     print(f"{'attention':20} {'F':>5} " + "".join(f"{size:7}" for size in sizes))
-    for name, feature_map in list(maps.items())[: 2 if QUICK.value else None]:
-        weights = [tasks.sharpest_weight(feature_map, size, dim, seed=SEED.value) for size in sizes]
+    for name, feature_map in list(maps.items())[: 2 if OPTIONS.quick else None]:
+        weights = [tasks.sharpest_weight(feature_map, size, dim, seed=OPTIONS.seed) for size in sizes]
         num_features = feature_map(jnp.zeros((1, dim))).shape[-1] if feature_map else "-"
         print(f"{name:20} {num_features:>5} " + "".join(f"{weight:7.3f}" for weight in weights), flush=True)
 
@@ -163,12 +160,12 @@ def time_both(batch_size: int, length: int, *, rounds: int) -> dict[tuple[str, s
         "linear": functools.partial(jax_linattn.linear_attention, is_causal=True),
         "softmax": functools.partial(jax.nn.dot_product_attention, is_causal=True),
     }
-    arguments = list(jax.random.normal(jax.random.key(SEED.value), (4, batch_size, length, 8, 64)))
+    arguments = list(jax.random.normal(jax.random.key(0), (4, batch_size, length, 8, 64)))
     return best_times(compile_all(functions, arguments), rounds)
 
 
 def finish(task: str, figure) -> None:
-    path = Path(OUT.value or f"runs/limits_{task}.png")
+    path = Path(OPTIONS.out or f"runs/limits_{task}.png")
     save(figure, path)
     print(f"figure: {path}")
 
@@ -176,16 +173,28 @@ def finish(task: str, figure) -> None:
 TASKS = {"recall": recall, "copy": copy, "short": short, "sharp": sharp}
 
 
-def main(argv):
-    if len(argv) != 2 or argv[1] not in TASKS:
-        raise app.UsageError(f"give one of {', '.join(TASKS)}; got {' '.join(argv[1:]) or 'nothing'}")
-    no_training = () if argv[1] in ("recall", "copy") else ("steps", "learning_rate", "only")
-    no_figure = ("out",) if argv[1] == "sharp" else ()
-    unused = [name for name in no_training + no_figure if flags.FLAGS[name].present]
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--quick", action="store_true", help="two contestants, half of the steps, fewer lengths: a trial")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and sequences")
+    parser.add_argument("--steps", type=int, help=f"of training in recall and copy, {STEPS} by default")
+    parser.add_argument("--learning_rate", type=float, help="in recall and copy for all, instead of each one's best")
+    parser.add_argument(
+        "--only", type=lambda names: names.split(","), help="whom to train in recall and copy, as in the table"
+    )
+    parser.add_argument("--out", help="the figure; by default runs/limits_TASK.png")
+    parser.parse_args(arguments, OPTIONS)
+    no_training = () if OPTIONS.task in ("recall", "copy") else ("steps", "learning_rate", "only")
+    no_figure = ("out",) if OPTIONS.task == "sharp" else ()
+    unused = [f"--{name}" for name in no_training + no_figure if getattr(OPTIONS, name) is not None]
     if unused:
-        raise app.UsageError(f"{argv[1]} has no use for {', '.join(f'--{name}' for name in unused)}")
-    TASKS[argv[1]]()
+        parser.error(f"{OPTIONS.task} has no use for {', '.join(unused)}")
+    try:
+        TASKS[OPTIONS.task]()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

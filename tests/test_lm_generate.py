@@ -210,7 +210,7 @@ def test_the_script_without_length(capsys):
         (["--length=-1"], "error: length must be a whole number, at least 0, got -1"),
         (["--top_k=0"], "error: top_k must be a positive whole number or None, got 0"),
         (["--top_p=1.5"], "error: top_p must be above 0 and at most 1, or None, got 1.5"),
-        (["--temperature=-1"], "error: temperature must be at least 0, got -1.0"),
+        (["--temperature=-1"], "error: temperature must be at least 0 and a finite float32, got -1.0"),
     ],
 )
 def test_the_script_says_what_is_wrong(arguments, message, capsys):
