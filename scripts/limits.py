@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--only", type=lambda names: names.split(","), help="whom to train in recall and copy, as in the table"
     )
     parser.add_argument("--out", help="the figure; by default runs/limits_TASK.png")
-    parser.parse_args(arguments, OPTIONS)
+    vars(OPTIONS).update(vars(parser.parse_args(arguments)))
     no_training = () if OPTIONS.task in ("recall", "copy") else ("steps", "learning_rate", "only")
     no_figure = ("out",) if OPTIONS.task == "sharp" else ()
     unused = [f"--{name}" for name in no_training + no_figure if getattr(OPTIONS, name) is not None]
