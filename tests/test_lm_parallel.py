@@ -135,6 +135,19 @@ def test_dropout():
     np.testing.assert_array_equal(plain, logits(1)[0])
 
 
+def test_each_step_drops_anew(tmp_path):
+    """The same batch at parameters that hardly move: only what is dropped can change the loss."""
+    config = small_config(tmp_path, **{"model.dropout": 0.5, "learning_rate": 1e-12, "weight_decay": 0.0})
+    graphdef, state = initial_state(ModelConfig(vocabulary_size=11, **config.model), config, one_device())
+    step = compile_step(graphdef, config, one_device(), state)
+    tokens = np.random.default_rng(0).integers(0, 11, (config.batch_size, config.context)).astype(np.int32)
+    losses = []
+    for _ in range(3):
+        state, loss, _ = step(state, Batch(tokens, tokens))
+        losses.append(float(loss))
+    assert np.ptp(losses) > 1e-3
+
+
 def test_a_batch_that_cannot_be_split(tmp_path):
     config = small_config(tmp_path, batch_size=24, accumulation=2)
     with pytest.raises(ValueError, match=r"batch_size must be a multiple of .* 8 \* 2, got 24"):

@@ -276,6 +276,11 @@ def test_what_is_no_checkpoint_of_ours(stopped, tmp_path):
     ours = json.loads(meta.read_text())
     meta.write_text(json.dumps(ours | {"format": "another 7"}))
     assert_refused(config, folder, r"6 is no checkpoint of 'jax_linattn.lm 1': it says 'another 7'")
+    for part in ("params", "rest"):
+        meta.write_text(json.dumps(ours | {"checksum": ours["checksum"] | {part: 1}}))
+        assert_refused(
+            config, folder, rf"6 cannot be read .* \(checksum of {part} is \d+, not 1\); to go on from step 4, remove"
+        )
     other = ours["config"] | {"seed": 5}
     meta.write_text(json.dumps(ours | {"config": other}))
     assert_refused(config, folder, r"checkpoint 6 in .* is of a run with other options: seed: 5 → 0")
