@@ -9,7 +9,9 @@ import pytest
 import jax_linattn.attention
 import jax_linattn.feature_maps
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_readme_examples_run():
@@ -18,6 +20,23 @@ def test_readme_examples_run():
     namespace = {}
     for block in blocks:  # in order: later examples use earlier names
         exec(compile(block, str(README), "exec"), namespace)
+
+
+def test_the_example_of_the_limits_prints_what_is_told(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "limits.md").read_text(), flags=re.DOTALL)
+    exec(compile(block, "docs/limits.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    expected = {"elu_plus_one": ["0.5", "0.5", "0.5", "0.0"], "exp": ["0.5", "nan", "0.5", "0.0"]}
+    table = {name: [float(line.split()[-1].strip("[]")) for line in lines if line.startswith(name)] for name in expected}
+    assert {name: [str(value) for value in values] for name, values in table.items()} == expected
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_files_that_the_docs_name_exist(path):
+    text = path.read_text()
+    named = re.findall(r"(?<![\w/])(?:docs|configs|scripts|tests|jax_linattn)/[\w/]+\.(?:py|md|png)", text)
+    linked = [str(path.parent.relative_to(ROOT) / link) for link in re.findall(r"\]\(([\w./]+)\)", text)]
+    assert [name for name in named + linked if not (ROOT / name).exists()] == []
 
 
 def test_first_example_is_ten_lines():
