@@ -104,6 +104,37 @@ def test_the_checkpoint_is_the_model(finished):
     assert (finished.folder / "sample.txt").read_text() == f"the {written}\n"
 
 
+def test_a_finished_run_is_free_and_is_not_overwritten_unasked(finished):
+    """Its folder can be taken again while its `Run` still lives; the same options find it finished, others are refused."""
+    config, folder = finished.config, finished.folder
+    before = (folder / "metrics.jsonl").read_bytes()
+    broken = config.copy_and_resolve_references()
+    broken.steps = 46
+    with pytest.raises(ValueError, match=r"holds a run with other options: steps: 45 → 46.*--config.overwrite=True"):
+        prepare(broken, folder, mesh=one_device())
+    broken.update({"overwrite": True, "corpus": "nowhere"})
+    with pytest.raises(ValueError, match="does not exist"):
+        prepare(broken, folder, mesh=one_device())
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert "finished already" in prepare(config, folder, mesh=one_device()).description()
+    *measured, _ = before.splitlines(keepends=True)  # all but the summary, which `train` would write again
+    assert (folder / "metrics.jsonl").read_bytes() == b"".join(measured)
+    (folder / "metrics.jsonl").write_bytes(before)
+
+
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "7").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds files of a run, but no config.json.*--config.overwrite=True"):
+        folders.plan(folder, {}, overwrite=False)
+    plan = folders.plan(folder, {}, overwrite=True)
+    assert plan == "replace"
+    folders.carry_out(plan, folder, {})
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "notes.txt"]
+
+
 def test_the_loss_is_the_cross_entropy(finished):
     run = finished.run
     model, _ = checkpoint.load_model(finished.folder)

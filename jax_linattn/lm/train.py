@@ -51,8 +51,11 @@ def train(run: Run, *, progress: bool = True) -> report.Summary | None:
       FloatingPointError: if a loss or parameter is no longer finite.
       Stopped: after Ctrl-C or SIGTERM, when the step is done and a checkpoint written; `prepare` goes on from there.
     """
-    with run.lock or contextlib.nullcontext():
+    try:
         return _train(run, progress)
+    finally:
+        if run.lock is not None:
+            run.lock.release()
 
 
 def _train(run: Run, progress: bool) -> report.Summary | None:
