@@ -10,9 +10,9 @@ from jax import Array, dtypes
 from jax_linattn import checks, feature_maps
 from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.forms import associative, chunked, quadratic, recurrent
-from jax_linattn.forms.tokens import Rule, Tokens, count_runs
+from jax_linattn.forms.tokens import Rule, Tokens, count_runs, decays_per_feature, enter_state
 from jax_linattn.selection import select_chunk_size, select_implementation
-from jax_linattn.state import LinearAttentionState, empty_state, vary_with, without_scale
+from jax_linattn.state import LinearAttentionState, empty_state, unmark_empty, vary_with
 
 Implementation = Literal["quadratic", "recurrent", "associative", "chunked"]
 
@@ -80,7 +80,9 @@ def linear_attention(
       normalize: divide by the sum of weights.
       eps: added to that sum; the exact ratio needs none.
       scale: with ``normalize=False`` alone, a factor on the output; None = 1.
-      log_decay: natural log of the decay a token. Not supported yet.
+      log_decay: causal only, the natural log of the decay a_t of each token, <= 0 (documented, not checked): per head [N] or
+        [B, T, N], or per feature [B, T, N, F], in any float dtype; unbatched without B. Token s counts a_{s+1} ⋯ a_t at t, in
+        both sums; -inf forgets all before the token. A masked token decays nothing.
       segment_ids: int [B, T], runs of equal ids that do not come back (not checked; causal, a returning id would be a new
         run): a query sees keys with its id alone, so packed documents stay apart. Not causal: also a pair (query ids
         [B, T], key ids [B, S]). Unbatched without B.
@@ -99,7 +101,6 @@ def linear_attention(
 
     Raises:
       ValueError: naming the argument, what it got and what would be right.
-      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
 
     Example:
       >>> x = jax.random.normal(jax.random.key(0), (1, 100, 4, 16))
@@ -111,8 +112,8 @@ def linear_attention(
     (query, key, value), unbatched = checks.sequences(query, key, value, same_length=is_causal)
     hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
     hiding = Hiding(*map(checks.add_batch, hiding)) if unbatched else hiding
-    rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, is_causal)
-    tokens = _tokens(query, key, value, hiding, is_causal)
+    rule = _rule(feature_map, normalize, eps, scale, precision)
+    tokens = _tokens(query, key, value, hiding, is_causal, log_decay, unbatched)
     if is_causal:
         _, output = _causal(tokens, None, rule, chunk_size, implementation)
     else:
@@ -142,9 +143,9 @@ def causal_linear_attention(
 ) -> tuple[LinearAttentionState, Array]:
     """Causal linear attention that continues from a state and returns the one after it.
 
-        S_t = S_{t-1} + φ(k_t) v_tᵀ,  Z_t = Z_{t-1} + φ(k_t),  o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ Z_t
+        S_t = a_t ⊙ S_{t-1} + φ(k_t) v_tᵀ,  Z_t = a_t ⊙ Z_{t-1} + φ(k_t),  o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ Z_t
 
-    or o_t = scale · φ(q_t)ᵀ S_t with ``normalize=False``. Splitting a sequence anywhere and carrying the state changes
+    or o_t = scale · φ(q_t)ᵀ S_t with ``normalize=False``; a_t = exp(log_decay_t), 1 without one. Splitting a sequence anywhere and carrying the state changes
     nothing. Arguments not listed are those of `linear_attention`; input is batched.
 
     Args:
@@ -160,13 +161,12 @@ def causal_linear_attention(
 
     Raises:
       ValueError: naming the argument, what it got and what would be right.
-      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
     """
     _check_implementation(implementation, is_causal=True)
     (query, key, value), _ = checks.sequences(query, key, value, same_length=True, batched=True)
-    rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, True)
+    rule = _rule(feature_map, normalize, eps, scale, precision)
     hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths, state_segment_ids)
-    tokens = _tokens(query, key, value, hiding, is_causal=True)
+    tokens = _tokens(query, key, value, hiding, True, log_decay)
     return _causal(tokens, state, rule, chunk_size, implementation)
 
 
@@ -192,19 +192,20 @@ def linear_attention_step(
       key: [B, K, D].
       value: [B, V, E].
       mask: bool [B]; a row with False keeps its state and gets 0.
-      feature_map, normalize, eps, scale, log_decay, precision: as in `linear_attention`.
+      log_decay: of this token, [N], [B, N] or [B, N, F].
+      feature_map, normalize, eps, scale, precision: as in `linear_attention`.
 
     Returns:
       (state, output [B, max(H, N), E]).
 
     Raises:
       ValueError: naming the argument, what it got and what would be right.
-      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
     """
     query, key, value = checks.one_token(query, key, value)
-    rule = _rule(feature_map, normalize, eps, scale, precision, log_decay, True)
+    rule = _rule(feature_map, normalize, eps, scale, precision)
     mask = checks.token_mask(mask, query.shape[0])
-    tokens = Tokens(query, key, value, query_mask=mask, key_mask=mask)
+    log_decay = checks.log_decay(log_decay, query.shape[:1], max(key.shape[-2], value.shape[-2]), "[B, N]")
+    tokens = Tokens(query, key, value, query_mask=mask, key_mask=mask, log_decay=log_decay)
     checks.check_state_type(state)
     return _compiled(_step, rule)(tokens, _checked_state(state, tokens, rule), rule)
 
@@ -256,16 +257,14 @@ def attention_weights(
 
     Raises:
       ValueError: naming the argument, what it got and what would be right.
-      NotImplementedError: for ``log_decay``, and for key maps that return a log_scale.
     """
     checks.check_bool("is_causal", is_causal)
     (query, key, _), unbatched = checks.sequences(query, key, key, same_length=is_causal)
     hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
     hiding = Hiding(*map(checks.add_batch, hiding)) if unbatched else hiding
-    rule = _rule(feature_map, True, eps, None, precision, log_decay, is_causal)
-    tokens = _tokens(query, key, key, hiding, is_causal)
-    _checked_state(None, tokens, rule)
-    weights = quadratic.row_weights(tokens, rule, is_causal)
+    rule = _rule(feature_map, True, eps, None, precision)
+    tokens = _tokens(query, key, key, hiding, is_causal, log_decay, unbatched)
+    weights = quadratic.row_weights(tokens, _checked_state(None, tokens, rule), rule, is_causal)
     return weights[0] if unbatched else weights
 
 
@@ -280,16 +279,13 @@ def _check_implementation(implementation, is_causal: bool) -> None:
     checks.check_one_of("implementation", implementation, [None, *(CAUSAL_FORMS if is_causal else BIDIRECTIONAL_FORMS)])
 
 
-def _rule(feature_map, normalize, eps, scale, precision, log_decay, is_causal) -> Rule:
+def _rule(feature_map, normalize, eps, scale, precision) -> Rule:
     checks.check_rule(feature_map, normalize, eps, scale)
-    if log_decay is not None:
-        checks.require(is_causal, "log_decay needs is_causal=True: without an order of time nothing decays")
-        raise NotImplementedError("log_decay is not supported yet")
     return Rule(feature_maps.as_pytree(feature_map), scale, normalize, float(eps), precision)
 
 
-def _tokens(query, key, value, hiding: Hiding, is_causal: bool) -> Tokens:
-    """Everything that hides tokens, as one mask of queries, one of keys, and segments."""
+def _tokens(query, key, value, hiding: Hiding, is_causal: bool, log_decay=None, unbatched: bool = False) -> Tokens:
+    """Everything that hides tokens, as one mask of queries, one of keys, and segments; and their decay."""
     batch, query_length, key_length = *query.shape[:2], key.shape[1]
     mask = checks.key_mask(hiding.mask, batch, key_length)
     key_mask = _both(mask, checks.length_mask("key_value_seq_lengths", hiding.key_value_seq_lengths, batch, key_length))
@@ -303,7 +299,10 @@ def _tokens(query, key, value, hiding: Hiding, is_causal: bool) -> Tokens:
         first = checks.integers("state_segment_ids", first, (batch,), "[B]")
     if is_causal and query_segment is not None and query_length:
         query_segment = key_segment = count_runs(query_segment, query_segment[:, 0] if first is None else first)
-    return Tokens(query, key, value, query_mask, key_mask, query_segment, key_segment)
+    if log_decay is not None:
+        checks.require(is_causal, "log_decay needs is_causal=True: without an order of time nothing decays")
+        log_decay = checks.log_decay(log_decay, key.shape[:2], max(key.shape[2], value.shape[2]), "[B, T, N]", unbatched)
+    return Tokens(query, key, value, query_mask, key_mask, query_segment, key_segment, log_decay)
 
 
 def _both(a: Array | None, b: Array | None) -> Array | None:
@@ -316,6 +315,7 @@ def _checked_state(state: LinearAttentionState | None, tokens: Tokens, rule: Rul
     num_value, value_dim = tokens.value.shape[-2:]
     heads, dtype = (("query", num_query), ("key", num_key)), tokens.key.dtype
     features = checks.check_features(rule.feature_map, heads, tokens.key.shape[-1], dtype)
+    checks.check_decayed_features(tokens.log_decay, tokens.key.ndim, features)
     empty = functools.partial(empty_state, batch, max(num_key, num_value), features, value_dim, accumulator_dtype(dtype))
     if state is None:
         return empty()
@@ -351,7 +351,8 @@ def _choose(tokens: Tokens, state: LinearAttentionState, chunk_size, implementat
         return min(chunk_size, longest), implementation
     if implementation == "recurrent":
         return None, implementation  # it chooses its own blocks
-    return select_chunk_size(longest, backend=jax.default_backend()), implementation
+    per_feature = decays_per_feature(tokens)
+    return select_chunk_size(longest, backend=jax.default_backend(), decay_per_feature=per_feature), implementation
 
 
 def _empty_output(tokens: Tokens) -> Array:
@@ -360,7 +361,8 @@ def _empty_output(tokens: Tokens) -> Array:
 
 
 def _step(tokens, state, rule):
-    return recurrent.step(without_scale(state), tokens, rule)
+    state, output = recurrent.step(enter_state(rule, tokens, state), tokens, rule)
+    return unmark_empty(state), output
 
 
 def _compiled(form, rule: Rule):

@@ -194,6 +194,42 @@ def segments(segment_ids, batch: int, query_length: int, key_length: int, is_cau
     return ids, ids
 
 
+def log_decay(log_decay, leading: tuple[int, ...], num_heads: int, axes: str, unbatched: bool = False) -> Array | None:
+    """Log decay as [*leading, N] or [*leading, N, X]; X is for `check_decayed_features`.
+
+    Args:
+      log_decay: what was passed, or None.
+      leading: (B, T), or (B,) for one token.
+      num_heads: N.
+      axes: the letters of (*leading, N), for the error.
+      unbatched: whether it was passed without B.
+    """
+    if log_decay is None:
+        return None
+    shape, dtype = np.shape(log_decay), getattr(log_decay, "dtype", None)
+    passed = leading[1:] if unbatched else leading
+    letters = axes.replace("B, ", "") if unbatched else axes
+    accepted = (
+        f"log_decay must be a floating-point array per head, [N] = ({num_heads},) or {letters} = {(*passed, num_heads)}, or "
+        f"per feature, {letters[:-1]}, F] = {(*passed, num_heads, 'F')}, N = max(K, V); got "
+        f"{dtype or type(log_decay).__name__} {shape}"
+    )
+    require(dtype is not None and jnp.issubdtype(dtype, jnp.floating), accepted)
+    full = (*passed, num_heads)
+    require(shape in {(num_heads,), full} or shape[:-1] == full, accepted)
+    log_decay = jnp.asarray(log_decay)
+    if shape == (num_heads,):
+        return jnp.broadcast_to(log_decay, (*leading, num_heads))
+    return log_decay[None] if unbatched else log_decay
+
+
+def check_decayed_features(log_decay: Array | None, rank: int, num_features: int) -> None:
+    """That a decay per feature, which has the rank of the keys, is of as many features as φ gives."""
+    if log_decay is not None and log_decay.ndim == rank:
+        got = f"the feature map gives F = {num_features}, got log_decay {log_decay.shape}"
+        require(log_decay.shape[-1] == num_features, f"log_decay per feature must be [..., N, F]; {got}")
+
+
 def token_mask(mask, batch: int) -> Array | None:
     """The mask of one step, bool [B]."""
     if mask is None:
@@ -266,8 +302,6 @@ def _trace_features(make_map, leaves, heads: tuple[tuple[str, int], ...], dim: i
         side = ("query", "key").index(name)
         apply = lambda leaves, x, side=side: feature_maps.split(make_map(leaves))[side](x)
         result = jax.eval_shape(apply, leaves, token)
-        if isinstance(result, tuple) and name == "key":
-            raise NotImplementedError("a key map that returns (features, log_scale) is not supported yet")
         phi = result[0] if isinstance(result, tuple) else result
         require(
             not isinstance(result, tuple) or (len(result) == 2 and jnp.shape(result[1]) == jnp.shape(phi)[:-1]),

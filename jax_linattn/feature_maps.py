@@ -4,8 +4,9 @@ A feature map is a callable ``[..., heads, D] -> [..., heads, F]`` that treats e
 independently; elementwise maps take any rank. Where queries and keys are mapped differently, `FeatureMap(query=...,
 key=...)` holds the two. Maps are computed in float32 for 16-bit inputs and return the dtype that they were given.
 
-A query map may return ``(features, log_scale)`` with ``log_scale [..., heads]``: the true features are
-``features · exp(log_scale)``. The normalised forms drop a query row's scale, which cancels there.
+A map may return ``(features, log_scale)`` with features of size about 1 and ``log_scale [..., heads]``: the true features
+are ``features · exp(log_scale)``. The forms then keep their sums relative to a running maximum of the keys' scales, so that
+keys of any size are exact and nothing depends on later ones; a query's scale cancels where the exact normaliser is.
 """
 
 import dataclasses
@@ -73,10 +74,16 @@ def softplus(x: Array) -> Array:
 def exp(x: Array) -> Array:
     """φ(x) = exp(x), F = D.
 
-    Reach: sums of exp(x) are float32, so keys beyond about ±87 overflow or vanish. One value above log(3.4e38) = 88.7
-    (709.7 in float64) saturates at the largest float, with derivative 0.
+    In attention queries and keys of any size are exact: their largest feature is kept apart as a scale. Called by itself, a
+    value above log(3.4e38) = 88.7 (709.7 in float64) saturates at the largest float, with derivative 0.
     """
     return saturating_exp(x)
+
+
+def _exp_apart(x: Array) -> tuple[Array, Array]:
+    """exp(x) as (features of size at most 1, log_scale)."""
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1))
+    return jnp.exp(x - largest[..., None]), largest
 
 
 @_in_float32
@@ -152,8 +159,8 @@ FavorKind = Literal["positive", "hyperbolic", "trig"]
 class FavorPlus:
     """The random feature map of `favor_plus`: ``projection [F', D]`` is a leaf, drawn once.
 
-    Called, it gives the plain features, whose products estimate exp(x·y/√D) without bias. `query` gives the same
-    features with each row's size apart, as ``(features, log_scale)``, so that a query of any size keeps its weights.
+    Called, it gives the plain features, whose products estimate exp(x·y/√D) without bias. `apart` gives the same features
+    with each row's size apart, as ``(features, log_scale)``, which is what attention takes of queries and keys.
     """
 
     projection: Array
@@ -162,12 +169,9 @@ class FavorPlus:
     def __call__(self, x: Array) -> Array:
         return _in_float32(self._unscaled)(x)
 
-    def query(self, x: Array) -> tuple[Array, Array]:
+    def apart(self, x: Array) -> tuple[Array, Array]:
         features, log_scale = self._scaled(x.astype(accumulator_dtype(x.dtype)))
         return features.astype(x.dtype), log_scale
-
-    def key(self, x: Array) -> Array:
-        return self(x)
 
     def _scaled(self, x: Array) -> tuple[Array, Array]:
         dim = self.projection.shape[-1]
@@ -211,8 +215,8 @@ def favor_plus(
     so causal attention stays strictly causal, and the projection is drawn here and never again: for fresh features call
     this function with a new key.
 
-    Reach: in normalised attention without eps, queries of any size are exact. Key features, and queries otherwise, are
-    float32 as they stand, so the positive kinds vanish for |x|²/(2√D) beyond about 87, and "trig" saturates there.
+    In attention the size of each row is kept apart, so queries and keys of any size are exact for these features. Called by
+    itself the map is float32 as it stands: the positive kinds vanish for |x|²/(2√D) beyond about 87, "trig" saturates.
 
     Args:
       key: a PRNG key.
@@ -295,11 +299,13 @@ class FeatureMap:
 
 
 def split(feature_map) -> tuple[Map, Map]:
-    """The maps of the queries and of the keys."""
+    """The maps of the queries and of the keys, as attention applies them: of the exponential ones, with scales apart."""
     if isinstance(feature_map, FeatureMap):
         return split(feature_map.query)[0], split(feature_map.key)[1]
     if isinstance(feature_map, FavorPlus):
-        return feature_map.query, feature_map.key
+        return feature_map.apart, feature_map.apart
+    if feature_map is exp or (isinstance(feature_map, jax.tree_util.Partial) and feature_map.func is exp):
+        return _exp_apart, _exp_apart
     return feature_map, feature_map
 
 

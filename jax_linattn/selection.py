@@ -24,6 +24,10 @@ def select_implementation(query_length: int, key_length: int, num_features: int,
     return "quadratic" if short and through_weights <= through_state else "chunked"
 
 
-def select_chunk_size(length: int, *, backend: str) -> int:
-    """C, the tokens of a chunk, for `length` tokens: 64, or 128 where products come in tiles of 128."""
-    return max(1, min(length, 128 if backend == "tpu" else 64))
+def select_chunk_size(length: int, *, backend: str, decay_per_feature: bool = False) -> int:
+    """C, the tokens of a chunk, for `length` tokens: 64, or 128 where products come in tiles of 128.
+
+    With a decay per feature 32: what is done by products in halves grows with log₂ C.
+    """
+    chunk_size = 32 if decay_per_feature else 128 if backend == "tpu" else 64
+    return max(1, min(length, chunk_size))

@@ -35,6 +35,20 @@ def without_scale(state: LinearAttentionState) -> LinearAttentionState:
     )
 
 
+NOTHING = -1e30  # the log_scale of sums over no key: finite, so that differences are numbers, and far below any key's
+
+
+def mark_empty(state: LinearAttentionState) -> LinearAttentionState:
+    """The state with log_scale NOTHING where it is empty: 0 would be a scale, beside which smaller keys vanish."""
+    used = jnp.any(state.key_sum != 0, axis=-1) | jnp.any(state.kv != 0, axis=(-2, -1))
+    return state._replace(log_scale=jnp.where(used, state.log_scale, NOTHING))
+
+
+def unmark_empty(state: LinearAttentionState) -> LinearAttentionState:
+    """The state with log_scale 0 where it is still empty."""
+    return state._replace(log_scale=jnp.where(state.log_scale > NOTHING / 2, state.log_scale, 0))
+
+
 def vary_with(tree, *sources):
     """Gives the leaves of `tree` the varying axes of all arrays in `sources`, so that they can be a scan's carry.
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_linattn.forms import chunks
+from jax_linattn.forms.decay import NoDecay
 from jax_linattn.forms.heads import Heads
 from jax_linattn.forms.tokens import (
     Rule,
@@ -14,7 +15,6 @@ from jax_linattn.forms.tokens import (
     chunks_first,
     clean,
     count_runs,
-    initial_carry,
     key_features,
     pad_time,
     query_features,
@@ -28,44 +28,50 @@ CHUNKS_PER_BLOCK = 8
 
 def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
     """A scan over blocks of a few chunks; the chunks of a block run in parallel, and a gradient stores a state a block."""
-    heads = Heads.of_tokens(tokens)
-    state, run = initial_carry(rule, tokens, state)
+    heads = Heads.of_tokens(rule, tokens)
 
     def attend_block(carry, tokens):
-        sums, run = carry
-        sums, run, output = chunks.attend(tokens, sums, run, rule, heads, chunks.prefix_in_turn)
-        return (sums, run), output
+        return chunks.attend(tokens, carry, rule, heads, chunks.prefix_in_turn)
 
-    (sums, _), outputs = _scan(attend_block, (heads.group_state(state), run), _blocks(tokens, chunk_size))
-    return heads.ungroup_state(sums, state.log_scale), _time_from_blocks(outputs, tokens)
+    carry, outputs = _scan(attend_block, chunks.start(rule, tokens, state, heads), _blocks(tokens, chunk_size))
+    return chunks.end(carry, heads), _time_from_blocks(outputs, tokens)
 
 
 def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> Array:
     """One pass over the keys for S and Z, on top of the empty `state`; one over the queries to read them."""
     if tokens.key_segment is not None:
         return _bidirectional_by_segment(tokens, state, rule, chunk_size)
-    heads = Heads.of_tokens(tokens)
-    state, _ = initial_carry(rule, tokens, state)
+    heads = Heads.of_tokens(rule, tokens)
+    no_decay = NoDecay(heads)
     block_length = chunk_size * CHUNKS_PER_BLOCK
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def sum_block(tokens):
-        k = heads.group_keys(key_features(rule, tokens))
+    def sum_block(before, tokens):
+        k, key_scale = key_features(rule, tokens)
+        after = before
+        if key_scale is not None:
+            k, after = chunks.relative_to_largest(k, key_scale, before)
         v = heads.group_values(clean(tokens.value, tokens.key_mask))
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), chunks.key_value_sums(rule, k, v, heads))
+        own = no_decay.key_value_sums(rule, heads.group_keys(k), v)
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), own), after
 
-    def read_block(sums, tokens):
-        q = heads.group_queries(query_features(rule, tokens))
-        numerator, denominator = chunks.read(rule, q, sums), chunks.read_normalizer(rule, q, sums)
-        return sums, chunks.output(rule, numerator, denominator, tokens, heads)
+    def read_block(carry, tokens):
+        q, query_scale = query_features(rule, tokens)
+        numerator, denominator = no_decay.read(rule, heads.group_queries(q), carry.sums)
+        return carry, chunks.output(rule, numerator, denominator, tokens, heads, query_scale, carry.log_scale)
 
-    def add_block(sums, tokens):
-        return jax.tree.map(jnp.add, sums, sum_block(tokens)), None
+    def add_block(carry, tokens):
+        own, after = sum_block(carry.log_scale, tokens)
+        left = None if after is None else jnp.exp(carry.log_scale - after)[..., None, None]
+        return carry._replace(sums=chunks.follow(own, left, carry.sums), log_scale=after), None
 
     # The sums are added to outside the checkpoint: a gradient then needs no copy of them for each block.
-    sums, _ = lax.scan(add_block, heads.group_state(state), _blocks(tokens.keys(), block_length, chunks_per_block=1))
-    sums = jax.tree.map(lambda x: x[None], sums)
-    _, outputs = _scan(read_block, sums, _blocks(tokens.queries(), block_length, chunks_per_block=1))
+    carry = chunks.start(rule, tokens, state, heads)
+    carry, _ = lax.scan(add_block, carry, _blocks(tokens.keys(), block_length, chunks_per_block=1))
+    carry = chunks.Carry(*jax.tree.map(lambda x: x[None], tuple(carry)))
+    if carry.log_scale is not None:
+        carry = carry._replace(log_scale=carry.log_scale[:, :, None])  # for every row
+    _, outputs = _scan(read_block, carry, _blocks(tokens.queries(), block_length, chunks_per_block=1))
     return _time_from_blocks(outputs, tokens.queries())
 
 

@@ -5,97 +5,179 @@ of a group, e the b·E values of a group, v its b state heads.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_linattn.forms.heads import Heads, Sums
+from jax_linattn.forms import scale
+from jax_linattn.forms.decay import DecayPerFeature, DecayPerHead, NoDecay
+from jax_linattn.forms.heads import Heads, Sums, repeat_heads
 from jax_linattn.forms.ratio import finish
-from jax_linattn.forms.tokens import Rule, Tokens, clean, key_features, query_features
+from jax_linattn.forms.tokens import (
+    Rule,
+    Tokens,
+    clean,
+    decays_per_feature,
+    has_scale,
+    initial_carry,
+    key_features,
+    log_decays,
+    query_features,
+)
+from jax_linattn.state import LinearAttentionState, unmark_empty
 
 Prefix = Callable[[Sums, Array | None, Sums], tuple[Sums, Sums]]
 
 
-def attend(
-    tokens: Tokens, sums: Sums, run: Array | None, rule: Rule, heads: Heads, prefix: Prefix
-) -> tuple[Sums, Array | None, Array]:
+class Carry(NamedTuple):
+    """What goes from chunk to chunk."""
+
+    sums: Sums
+    run: Array | None  # [B]: which run of equal ids the sums belong to
+    log_scale: Array | None  # [B, N]: what they are relative to, where keys have a scale
+
+
+def start(rule: Rule, tokens: Tokens, state: LinearAttentionState, heads: Heads) -> Carry:
+    state, run = initial_carry(rule, tokens, state)
+    return Carry(heads.group_state(state), run, state.log_scale if has_scale(rule, tokens) else None)
+
+
+def end(carry: Carry, heads: Heads) -> LinearAttentionState:
+    if carry.log_scale is not None:
+        return unmark_empty(heads.ungroup_state(carry.sums, carry.log_scale))
+    batch, num_heads = carry.sums.kv.shape[0], heads.groups * heads.values
+    return heads.ungroup_state(carry.sums, jnp.zeros_like(carry.sums.key_sum, shape=(batch, num_heads)))
+
+
+def attend(tokens: Tokens, carry: Carry, rule: Rule, heads: Heads, prefix: Prefix) -> tuple[Carry, Array]:
     """Causal attention over n chunks of C tokens.
 
     Args:
       tokens: every array [n, B, C, …].
-      sums: S and Z before the first chunk, without an axis n.
-      run: the run that they belong to, [B], or None.
+      carry: what comes before the first chunk, without an axis n.
       rule: how tokens become an output.
       heads: how the heads are grouped.
-      prefix: from each chunk's own sums [n, B, …], whether they continue what came before (bool [n, B] or None), and
-        the sums before all, gives the sums before each chunk [n, B, …] and after the last.
+      prefix: from each chunk's own sums [n, B, …], the share of what came before that is left after it (as `follow` takes
+        it), and the sums before all, gives the sums before each chunk [n, B, …] and after the last.
 
     Returns:
-      (sums after the last chunk, its run, output [n, B, C, M, E]).
+      (what comes after the last chunk, output [n, B, C, M, E]).
     """
-    q = heads.group_queries(query_features(rule, tokens))
-    k = heads.group_keys(key_features(rule, tokens))
+    q, k, decay, query_scale, key_scale = features(tokens, carry, rule, heads)
     v = heads.group_values(clean(tokens.value, tokens.key_mask))
     visible = jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool))
-    k_left, q_before, keep, continues = k, q, None, None
+    k_left, q_before, left, continues, run = k, q, decay.total, None, carry.run
     if run is not None:
         runs = tokens.key_segment  # [n, B, C]
         visible = visible & (runs[..., :, None] == runs[..., None, :])
         before, last = jnp.concatenate([run[None], runs[:-1, :, -1]]), runs[..., -1]  # [n, B]
-        keep, run = before == last, last[-1]
+        keep, run = (before == last)[..., None, None, None], last[-1]
+        left = keep.astype(k.dtype) if left is None else jnp.where(keep, left, 0)
         k_left = jnp.where((runs == last[..., None])[..., None, :, None], k, 0)
         continues = (runs == before[..., None])[..., None]  # [n, B, C, 1]: whether a token sees the sums before its chunk
         q_before = heads.where_time(continues, q)
-    weights = heads.where_time(visible, rule.einsum("nbgxf,nbgcf->nbgxc", q, k))
-    sums_before, sums = prefix(key_value_sums(rule, k_left, v, heads), keep, sums)
-    read_kv, read_key_sum = read(rule, q_before, sums_before), read_normalizer(rule, q_before, sums_before)
+    weights = heads.where_visible(visible, decay.weights(rule, q, k))
+    sums_before, sums = prefix(decay.key_value_sums(rule, k_left, v), left, carry.sums)
+    read_kv, read_key_sum = decay.read(rule, q_before, sums_before)
     if continues is not None:  # once more: 0 · inf of another segment's overflow is not 0
         read_kv, read_key_sum = heads.where_time(continues, read_kv), heads.where_time(continues, read_key_sum)
-    numerator = rule.einsum("nbgxc,nbgce->nbgxe", weights, v) + read_kv
-    denominator = jnp.sum(weights, axis=-1)[..., None] + read_key_sum
-    return sums, run, output(rule, numerator, denominator, tokens, heads)
+    numerator, denominator = heads.weigh_values(rule, weights, v)
+    o = output(rule, numerator + read_kv, denominator + read_key_sum, tokens, heads, query_scale, key_scale)
+    return Carry(sums, run, None if key_scale is None else key_scale[-1, :, -1]), o
 
 
-def key_value_sums(rule: Rule, k: Array, v: Array, heads: Heads) -> Sums:
-    """S and Z of grouped keys [n, B, G, C, F] and values [n, B, G, C, b·E], over C."""
-    key_sum = jnp.broadcast_to(jnp.sum(k, axis=-2)[..., None, :], (*k.shape[:3], heads.values, k.shape[-1]))
-    return Sums(rule.einsum("nbgcf,nbgce->nbgfe", k, v), key_sum)
+def features(tokens: Tokens, carry: Carry, rule: Rule, heads: Heads):
+    """What `attend` starts from.
+
+    Returns:
+      (φ(q) [n, B, G, r·C, F], φ(k) [n, B, G, C, F], how they decay, and the logs of what queries and keys are relative to:
+      [n, B, C, H] and [n, B, C, N], or None).
+    """
+    (q, query_scale), (k, key_scale) = query_features(rule, tokens), key_features(rule, tokens)
+    log_decay, per_feature = log_decays(tokens), decays_per_feature(tokens)
+    if key_scale is not None:
+        k, log_decay, key_scale = _relative(k, key_scale, log_decay, tokens, carry)
+    if log_decay is None:
+        decay = NoDecay(heads)
+    else:
+        decay = DecayPerFeature.of(heads, log_decay) if per_feature else DecayPerHead.of(heads, log_decay)
+    return heads.group_queries(q), heads.group_keys(k), decay, query_scale, key_scale
 
 
-def read(rule: Rule, q: Array, sums: Sums) -> Array:
-    """φ(q)ᵀS: [n, B, G, r·C, b·E]."""
-    return rule.einsum("nbgxf,nbgfe->nbgxe", q, sums.kv)
+def relative_to_largest(k: Array, key_scale: Array, before: Array) -> tuple[Array, Array]:
+    """Keys [n, B, C, K, F] relative to the largest of their scales [n, B, C, K] and of `before` [B, N], and that scale."""
+    k, key_scale = _repeat_keys(k, key_scale, before.shape[-1])
+    after = lax.stop_gradient(jnp.maximum(before, jnp.max(key_scale, axis=(0, 2))))
+    return k * jnp.exp(key_scale - after[None, :, None])[..., None], after
 
 
-def read_normalizer(rule: Rule, q: Array, sums: Sums) -> Array:
-    """φ(q)ᵀZ: [n, B, G, r·C, b]."""
-    return rule.einsum("nbgxf,nbgvf->nbgxv", q, sums.key_sum)
+def _repeat_keys(k: Array, key_scale: Array, num_heads: int) -> tuple[Array, Array]:
+    return repeat_heads(k, num_heads), repeat_heads(key_scale[..., None], num_heads)[..., 0]
 
 
-def output(rule: Rule, numerator: Array, denominator: Array, tokens: Tokens, heads: Heads) -> Array:
-    """The output [n, B, C, M, E] of grouped sums [n, B, G, r·C, b·E] and [n, B, G, r·C, b]."""
+def _relative(k: Array, key_scale: Array, log_decay: Array | None, tokens: Tokens, carry: Carry):
+    """(keys relative to the running scale, the decay that this makes, the running scale after each token)."""
+    k, key_scale = _repeat_keys(k, key_scale, carry.log_scale.shape[-1])
+    per_feature = decays_per_feature(tokens)
+    log_decay = jnp.zeros_like(key_scale) if log_decay is None else log_decay
+    if carry.run is not None:
+        runs = tokens.key_segment
+        previous = jnp.concatenate([jnp.concatenate([carry.run[None], runs[:-1, :, -1]])[..., None], runs[..., :-1]], axis=-1)
+        starts = (runs != previous).reshape(*runs.shape, *[1] * (log_decay.ndim - runs.ndim))
+        log_decay = jnp.where(starts, -jnp.inf, log_decay)
+    before, after = scale.after_tokens(carry.log_scale, key_scale, jnp.max(log_decay, axis=-1) if per_feature else log_decay)
+    move = before - after
+    return k * jnp.exp(key_scale - after)[..., None], log_decay + (move[..., None] if per_feature else move), after
+
+
+def output(
+    rule: Rule,
+    numerator: Array,
+    denominator: Array,
+    tokens: Tokens,
+    heads: Heads,
+    query_scale: Array | None,
+    key_scale: Array | None,
+) -> Array:
+    """The output [n, B, C, M, E] of grouped sums.
+
+    Args:
+      rule: how sums become an output.
+      numerator: φ(q)ᵀS, [n, B, G, r·C, b·E].
+      denominator: φ(q)ᵀZ, [n, B, G, r·C, b].
+      tokens: for their masks and dtype.
+      heads: how the heads are grouped.
+      query_scale: log of what the queries are relative to, [n, B, C, H], or None.
+      key_scale: log of what the sums are relative to, [n, B, C or 1, N], or None.
+    """
     numerator = numerator.reshape(*denominator.shape[:-1], heads.values, -1)
-    o = heads.ungroup_outputs(finish(rule, numerator, jnp.broadcast_to(denominator, numerator.shape[:-1])))
+    log_scale = heads.group_scales(query_scale, key_scale)
+    o = heads.ungroup_outputs(finish(rule, numerator, jnp.broadcast_to(denominator, numerator.shape[:-1]), log_scale))
     return clean(o, tokens.query_mask).astype(tokens.query.dtype)
 
 
-def follow(own: Sums, keep: Array | None, sums: Sums) -> Sums:
-    """The sums after one chunk: its own, on top of those before it where they belong to the same run."""
+def follow(own: Sums, left: Array | None, sums: Sums) -> Sums:
+    """The sums after one chunk: its own, on top of what is left of those before it.
 
-    def add(own, before):
-        if keep is not None:
-            before = jnp.where(keep.reshape(*keep.shape, *[1] * (own.ndim - keep.ndim)), before, 0)
-        return before + own
+    `left` is […, b or 1, F or 1] for sums whose key_sum is […, b, F]; 0 leaves nothing, not even of inf; None leaves all.
+    """
+    if left is None:
+        return jax.tree.map(jnp.add, sums, own)
+    num_values = sums.key_sum.shape[-2]
+    kv = sums.kv.reshape(*sums.kv.shape[:-1], num_values, sums.kv.shape[-1] // num_values)  # […, F, b, E]
+    left_kv = jnp.swapaxes(left, -1, -2)[..., None]
+    kv = jnp.where(left_kv == 0, 0, kv * left_kv).reshape(sums.kv.shape)
+    return Sums(kv + own.kv, jnp.where(left == 0, 0, sums.key_sum * left) + own.key_sum)
 
-    return Sums(*map(add, own, sums))
 
-
-def prefix_in_turn(own: Sums, keep: Array | None, sums: Sums) -> tuple[Sums, Sums]:
+def prefix_in_turn(own: Sums, left: Array | None, sums: Sums) -> tuple[Sums, Sums]:
     """One chunk after another."""
 
     def after(sums, chunk):
-        own, keep = chunk
-        return follow(own, keep, sums), sums
+        own, left = chunk
+        return follow(own, left, sums), sums
 
-    sums, sums_before = lax.scan(after, sums, (own, keep))
+    sums, sums_before = lax.scan(after, sums, (own, left))
     return sums_before, sums

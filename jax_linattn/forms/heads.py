@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jax_linattn.forms.tokens import Tokens
+from jax_linattn.forms.tokens import Rule, Tokens, decays_per_feature, has_scale
 from jax_linattn.state import LinearAttentionState
 
 
@@ -28,8 +28,8 @@ class Heads(NamedTuple):
     values: int  # b
 
     @classmethod
-    def of(cls, num_query: int, num_key: int, num_value: int) -> "Heads":
-        """The grouping of H, K and V heads.
+    def of(cls, num_query: int, num_key: int, num_value: int, *, own_keys: bool = False) -> "Heads":
+        """The grouping of H, K and V heads; with `own_keys` every state head is a group, since its keys are its own.
 
         Grouped queries (K = V < H) and more value heads than key heads (H = K < V) share keys without a copy. Where
         queries and values both outnumber the keys, keys are repeated to the smaller of the two; queries and values fewer
@@ -38,14 +38,17 @@ class Heads(NamedTuple):
         num_state = max(num_key, num_value)
         if num_query >= num_state:
             return cls(num_state, num_query // num_state, 1)
+        if own_keys:
+            return cls(num_state, 1, 1)
         groups = max(num_query, num_key)
         divide = num_state % groups == groups % num_query == groups % num_key == 0
         return cls(groups, 1, num_state // groups) if divide else cls(num_state, 1, 1)
 
     @classmethod
-    def of_tokens(cls, tokens: Tokens) -> "Heads":
-        """The grouping of these tokens' heads."""
-        return cls.of(tokens.query.shape[-2], tokens.key.shape[-2], tokens.value.shape[-2])
+    def of_tokens(cls, rule: Rule, tokens: Tokens) -> "Heads":
+        """The grouping of these tokens' heads. Decay a feature and running scales make keys their state head's own."""
+        num_heads = tokens.query.shape[-2], tokens.key.shape[-2], tokens.value.shape[-2]
+        return cls.of(*num_heads, own_keys=decays_per_feature(tokens) or has_scale(rule, tokens))
 
     def group_queries(self, q: Array) -> Array:
         """[…, T, H, F] to […, G, r·T, F]."""
@@ -61,6 +64,45 @@ class Heads(NamedTuple):
         v = repeat_heads(v, self.groups * self.values)
         return jnp.moveaxis(v.reshape(*v.shape[:-2], self.groups, -1), -2, -3)
 
+    def group_decays(self, x: Array) -> Array:
+        """[…, T, N] to […, G, b, T]."""
+        x = x.reshape(*x.shape[:-1], self.groups, self.values)
+        return jnp.moveaxis(x, -3, -1)
+
+    def split_queries(self, q: Array) -> Array:
+        """[…, G, r·T, X] to […, G, r, T, X]."""
+        return q.reshape(*q.shape[:-2], self.queries, -1, q.shape[-1])
+
+    def times_time(self, q: Array, factor: Array) -> Array:
+        """Grouped queries […, G, r·T, X] times […, G, T, 1 or X]."""
+        return (self.split_queries(q) * factor[..., None, :, :]).reshape(q.shape)
+
+    def times_values(self, x: Array, factor: Array) -> Array:
+        """Rows of queries or values, […, G, r·T or T, b·X], times […, G, T, b]; 0 where the factor is, whatever x."""
+        split = x.reshape(*x.shape[:-2], -1, *factor.shape[-2:], x.shape[-1] // self.values)
+        factor = factor[..., None, :, :, None]
+        return jnp.where(factor == 0, 0, split * factor).reshape(x.shape)
+
+    def weigh_values(self, rule: Rule, weights: Array, v: Array) -> tuple[Array, Array]:
+        """Weights […, G, b or 1, r·C, S] times values […, G, S, b·E]: […, G, r·C, b·E]; and their sums […, G, r·C, b or 1]."""
+        denominator = jnp.swapaxes(jnp.sum(weights, axis=-1), -1, -2)
+        if weights.shape[-3] == 1:
+            return rule.einsum("...xc,...ce->...xe", weights[..., 0, :, :], v), denominator
+        v = v.reshape(*v.shape[:-1], self.values, -1)
+        numerator = rule.einsum("...vxc,...cve->...xve", weights, v)
+        return numerator.reshape(*numerator.shape[:-2], -1), denominator
+
+    def group_scales(self, query_scale: Array | None, key_scale: Array | None) -> Array | None:
+        """The sum of logs […, T, H] and […, T or 1, N], of which either may be None, as rows […, G, r·T, b]."""
+        num_outputs = self.groups * self.queries * self.values
+        scales = [repeat_heads(x[..., None], num_outputs)[..., 0] for x in (query_scale, key_scale) if x is not None]
+        if not scales:
+            return None
+        rows = sum(scales[1:], scales[0])
+        rows = rows.reshape(*rows.shape[:-1], self.groups, self.queries, self.values)
+        rows = jnp.moveaxis(rows, -4, -2)  # […, G, r, T, b]
+        return rows.reshape(*rows.shape[:-3], -1, self.values)
+
     def ungroup_outputs(self, o: Array) -> Array:
         """[…, G, r·T, b, E] to […, T, M, E]."""
         o = o.reshape(*o.shape[:-3], self.queries, o.shape[-3] // self.queries, *o.shape[-2:])
@@ -69,8 +111,11 @@ class Heads(NamedTuple):
 
     def where_time(self, mask: Array, q: Array) -> Array:
         """Grouped queries […, G, r·T, X], 0 where mask […, T or 1, X or 1] is False."""
-        split = q.reshape(*q.shape[:-2], self.queries, q.shape[-2] // self.queries, q.shape[-1])
-        return jnp.where(mask[..., None, None, :, :], split, 0).reshape(q.shape)
+        return jnp.where(mask[..., None, None, :, :], self.split_queries(q), 0).reshape(q.shape)
+
+    def where_visible(self, visible: Array, weights: Array) -> Array:
+        """Weights […, G, b or 1, r·T, S], 0 where visible […, T, S] is False."""
+        return jnp.where(visible[..., None, None, None, :, :], self.split_queries(weights), 0).reshape(weights.shape)
 
     def group_state(self, state: LinearAttentionState) -> Sums:
         """kv [B, N, F, E] and key_sum [B, N, F], grouped."""

@@ -5,59 +5,71 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_linattn.forms import chunks
+from jax_linattn.forms.decay import NoDecay
 from jax_linattn.forms.heads import Heads, Sums
-from jax_linattn.forms.ratio import divide
-from jax_linattn.forms.tokens import Rule, Tokens, clean, initial_carry, key_features, query_features
+from jax_linattn.forms.ratio import finish
+from jax_linattn.forms.tokens import Rule, Tokens, clean, decays_per_feature, has_scale, key_features, query_features
 from jax_linattn.state import LinearAttentionState
 
 
 def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
     """One chunk as long as the sequence; `chunk_size` plays no part."""
     del chunk_size
-    heads = Heads.of_tokens(tokens)
-    state, run = initial_carry(rule, tokens, state)
+    heads = Heads.of_tokens(rule, tokens)
     one_chunk = jax.tree.map(lambda x: x[None], tokens)
-    sums, _, output = chunks.attend(one_chunk, heads.group_state(state), run, rule, heads, _no_prefix)
-    return heads.ungroup_state(sums, state.log_scale), output[0]
+    carry, output = chunks.attend(one_chunk, chunks.start(rule, tokens, state, heads), rule, heads, _no_prefix)
+    return chunks.end(carry, heads), output[0]
 
 
 def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> Array:
-    """All weights at once; the empty `state` and `chunk_size` play no part."""
-    del state, chunk_size
-    heads = Heads.of_tokens(tokens)
+    """All weights at once, of the empty `state`'s heads; `chunk_size` plays no part."""
+    del chunk_size
+    heads = Heads.of_tokens(rule, tokens)
+    weights, query_scale, key_scale = _weights(tokens, state, rule, heads, is_causal=False)
     tokens = jax.tree.map(lambda x: x[None], tokens)
-    weights = _weights(tokens, rule, heads, is_causal=False)
     v = heads.group_values(clean(tokens.value, tokens.key_mask))
-    numerator = rule.einsum("nbgxs,nbgse->nbgxe", weights, v)
-    return chunks.output(rule, numerator, jnp.sum(weights, axis=-1)[..., None], tokens, heads)[0]
+    return chunks.output(rule, *heads.weigh_values(rule, weights, v), tokens, heads, query_scale, key_scale)[0]
 
 
-def row_weights(tokens: Tokens, rule: Rule, is_causal: bool) -> Array:
-    """The weights of each query's row, normalised: [B, max(H, K), T, S]. The values in `tokens` are not read."""
-    num_query, num_key = tokens.query.shape[-2], tokens.key.shape[-2]
-    heads = Heads.of(num_query, num_key, num_key)
-    tokens = jax.tree.map(lambda x: x[None], tokens)
-    weights = _weights(tokens, rule, heads, is_causal)[0]  # [B, G, r·T, S]
-    weights = weights.reshape(weights.shape[0], max(num_query, num_key), tokens.query.shape[2], weights.shape[-1])
-    weights = divide(weights, jnp.sum(weights, axis=-1, keepdims=True) + rule.eps)
+def row_weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, is_causal: bool) -> Array:
+    """The weights of each query's row, normalised: [B, M, T, S] with the state heads of the empty `state`.
+
+    The values in `tokens` are not read.
+    """
+    num_heads = state.key_sum.shape[1]
+    own_keys = decays_per_feature(tokens) or has_scale(rule, tokens)
+    heads = Heads.of(tokens.query.shape[-2], tokens.key.shape[-2], num_heads, own_keys=own_keys)
+    weights, query_scale, key_scale = _weights(tokens, state, rule, heads, is_causal)
+    log_scale = heads.group_scales(query_scale, key_scale)  # [1, B, G, r·T, b]
+    log_scale = None if log_scale is None else jnp.swapaxes(log_scale, -1, -2)
+    weights = finish(rule, weights, jnp.sum(weights, axis=-1), log_scale)[0]  # [B, G, b, r·T, S]
+    weights = weights.reshape(weights.shape[0], -1, tokens.query.shape[1], weights.shape[-1])
     if tokens.query_mask is not None:
-        weights = jnp.where(tokens.query_mask[0, :, None, :, None], weights, 0)
+        weights = jnp.where(tokens.query_mask[:, None, :, None], weights, 0)
     return weights.astype(tokens.query.dtype)
 
 
-def _weights(tokens: Tokens, rule: Rule, heads: Heads, is_causal: bool) -> Array:
-    """φ(q)·φ(k) [1, B, G, r·T, S], 0 where a query does not see a key."""
-    q = heads.group_queries(query_features(rule, tokens))
-    k = heads.group_keys(key_features(rule, tokens))
-    weights = rule.einsum("nbgxf,nbgsf->nbgxs", q, k)
+def _weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, heads: Heads, is_causal: bool):
+    """(φ(q)·φ(k) with its decay [1, B, G, b or 1, r·T, S], 0 where a query does not see a key; and as `chunks.features`, the
+    logs of what queries and keys are relative to)."""
+    carry = chunks.start(rule, tokens, state, heads)
+    tokens = jax.tree.map(lambda x: x[None], tokens)
+    visible = jnp.ones((1, 1, 1, 1), bool)
     if is_causal:
-        weights = heads.where_time(jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool)), weights)
+        q, k, decay, query_scale, key_scale = chunks.features(tokens, carry, rule, heads)
+        visible = jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool))
+    else:
+        (q, query_scale), (k, key_scale) = query_features(rule, tokens), key_features(rule, tokens)
+        if key_scale is not None:
+            k, largest = chunks.relative_to_largest(k, key_scale, carry.log_scale)
+            key_scale = largest[None, :, None]
+        q, k, decay = heads.group_queries(q), heads.group_keys(k), NoDecay(heads)
     if tokens.key_segment is not None:
-        weights = heads.where_time(tokens.query_segment[..., :, None] == tokens.key_segment[..., None, :], weights)
-    return weights
+        visible = visible & (tokens.query_segment[..., :, None] == tokens.key_segment[..., None, :])
+    return heads.where_visible(visible, decay.weights(rule, q, k)), query_scale, key_scale
 
 
-def _no_prefix(own: Sums, keep: Array | None, sums: Sums) -> tuple[Sums, Sums]:
+def _no_prefix(own: Sums, left: Array | None, sums: Sums) -> tuple[Sums, Sums]:
     """What lies before the one chunk, and after it."""
-    own, keep = jax.tree.map(lambda x: x[0], (own, keep))
-    return jax.tree.map(lambda x: x[None], sums), chunks.follow(own, keep, sums)
+    own, left = jax.tree.map(lambda x: x[0], (own, left))
+    return jax.tree.map(lambda x: x[None], sums), chunks.follow(own, left, sums)

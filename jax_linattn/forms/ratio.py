@@ -4,19 +4,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_linattn.feature_maps import saturating_exp
 from jax_linattn.forms.tokens import Rule
 
 
-def finish(rule: Rule, numerator: Array, denominator: Array) -> Array:
+def finish(rule: Rule, numerator: Array, denominator: Array, log_scale: Array | None = None) -> Array:
     """The output of sums: numerator / (denominator + eps), or scale · numerator.
 
     Args:
       rule: says which.
       numerator: φ(q)ᵀS, [..., E].
       denominator: φ(q)ᵀZ, [...]; not read when nothing is normalised.
+      log_scale: both are to be multiplied by its exponential, [...]; None = 0. It cancels in the exact ratio.
     """
     if rule.normalize:
-        return divide(numerator, (denominator + rule.eps)[..., None])
+        eps = rule.eps if log_scale is None or rule.eps == 0 else rule.eps * saturating_exp(-log_scale)
+        return divide(numerator, (denominator + eps)[..., None])
+    if log_scale is not None:
+        numerator = numerator * saturating_exp(log_scale)[..., None]
     return numerator if rule.scale is None else numerator * jnp.asarray(rule.scale, numerator.dtype)
 
 

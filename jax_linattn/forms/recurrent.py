@@ -8,19 +8,22 @@ from jax import Array, lax
 
 from jax_linattn.forms.heads import repeat_heads
 from jax_linattn.forms.ratio import finish
+from jax_linattn.forms.scale import after_token
 from jax_linattn.forms.tokens import (
     Rule,
     Tokens,
     chunks_first,
     clean,
+    decays_per_feature,
     initial_carry,
     key_features,
+    log_decays,
     pad_time,
     query_features,
     time_from_chunks,
     tokens_length,
 )
-from jax_linattn.state import LinearAttentionState
+from jax_linattn.state import NOTHING, LinearAttentionState, unmark_empty
 
 
 def causal(
@@ -43,14 +46,14 @@ def causal(
 
     time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), chunks_first(pad_time(tokens, block), block))
     (state, _), outputs = lax.scan(scan_block, initial_carry(rule, tokens, state), time_first)
-    return state, time_from_chunks(jnp.moveaxis(outputs, 1, 2), length)
+    return unmark_empty(state), time_from_chunks(jnp.moveaxis(outputs, 1, 2), length)
 
 
 def step(state: LinearAttentionState, token: Tokens, rule: Rule) -> tuple[LinearAttentionState, Array]:
-    """One token: S += φ(k) vᵀ, Z += φ(k), o = φ(q)ᵀS / φ(q)ᵀZ.
+    """One token: S = a S + φ(k) vᵀ, Z = a Z + φ(k), o = φ(q)ᵀS / φ(q)ᵀZ.
 
     Args:
-      state: the sums before the token.
+      state: the sums before the token, as `enter_state` gives them.
       token: query [B, H, D], key [B, K, D], value [B, V, E], masks [B].
       rule: how tokens become an output.
 
@@ -58,20 +61,36 @@ def step(state: LinearAttentionState, token: Tokens, rule: Rule) -> tuple[Linear
       (state, output [B, M, E]).
     """
     batch, num_heads = state.log_scale.shape
-    k = repeat_heads(key_features(rule, token), num_heads)
-    v = repeat_heads(clean(token.value, token.key_mask), num_heads)
-    state = state._replace(kv=state.kv + k[..., :, None] * v[..., None, :], key_sum=state.key_sum + k)
-    num_outputs = max(num_heads, token.query.shape[-2])
-    q = repeat_heads(query_features(rule, token), num_outputs).reshape(
-        batch, num_heads, num_outputs // num_heads, k.shape[-1]
-    )
-    output = finish(rule, rule.einsum("bnrf,bnfe->bnre", q, state.kv), rule.einsum("bnrf,bnf->bnr", q, state.key_sum))
-    output = output.reshape(batch, num_outputs, -1)
+    (k, key_scale), (q, query_scale) = key_features(rule, token), query_features(rule, token)
+    k, v = (repeat_heads(x, num_heads) for x in (k, clean(token.value, token.key_mask)))
+    log_decay = log_decays(token)
+    if log_decay is not None and not decays_per_feature(token):
+        log_decay = log_decay[..., None]  # [B, N, F or 1]
+    if key_scale is not None:
+        key_scale = repeat_heads(key_scale[..., None], num_heads)
+        before = state.log_scale[..., None]
+        after = after_token(before, key_scale, 0 if log_decay is None else jnp.max(log_decay, axis=-1, keepdims=True))
+        log_decay = before - after if log_decay is None else log_decay + (before - after)
+        k, state = k * jnp.exp(key_scale - after), state._replace(log_scale=after[..., 0])
+    kv, key_sum = state.kv, state.key_sum
+    if log_decay is not None:
+        left = jnp.exp(log_decay)
+        kv, key_sum = kv * left[..., None], key_sum * left
+    state = state._replace(kv=kv + k[..., :, None] * v[..., None, :], key_sum=key_sum + k)
+    num_outputs = max(num_heads, q.shape[-2])
+    rows = (batch, num_heads, num_outputs // num_heads)
+    q = repeat_heads(q, num_outputs).reshape(*rows, -1)
+    scales = [query_scale] if query_scale is not None else []
+    scales += [state.log_scale] if key_scale is not None else []
+    log_scale = sum(repeat_heads(x[..., None], num_outputs).reshape(rows) for x in scales) if scales else None
+    numerator, denominator = rule.einsum("bnrf,bnfe->bnre", q, state.kv), rule.einsum("bnrf,bnf->bnr", q, state.key_sum)
+    output = finish(rule, numerator, denominator, log_scale).reshape(batch, num_outputs, -1)
     return state, clean(output, token.query_mask).astype(token.value.dtype)
 
 
 def _restart(state: LinearAttentionState, where: Array) -> LinearAttentionState:
-    return jax.tree.map(lambda x: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), 0, x), state)
+    new = LinearAttentionState(kv=0, key_sum=0, log_scale=NOTHING)
+    return jax.tree.map(lambda x, new: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), new, x), state, new)
 
 
 def _block_length(length: int) -> int:

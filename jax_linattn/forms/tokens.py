@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jax_linattn import feature_maps
 from jax_linattn.dtypes import accumulator_dtype
-from jax_linattn.state import LinearAttentionState, vary_with, without_scale
+from jax_linattn.state import NOTHING, LinearAttentionState, mark_empty, vary_with, without_scale
 
 
 class Tokens(NamedTuple):
@@ -32,6 +32,7 @@ class Tokens(NamedTuple):
     key_mask: Array | None = None  # bool [B, S]
     query_segment: Any = None  # int32 [B, T], or None
     key_segment: Any = None  # int32 [B, S], or None
+    log_decay: Any = None  # [B, T, N] or [B, T, N, F], or None; in causal forms alone
 
     def queries(self) -> "Tokens":
         return self._replace(key=None, value=None, key_mask=None, key_segment=None)
@@ -70,20 +71,52 @@ def clean(x: Array, mask: Array | None, fill: float = 0) -> Array:
 FILL = 1
 
 
-def key_features(rule: Rule, tokens: Tokens) -> Array:
-    """φ(k) [..., K, F], 0 for a masked token."""
+def key_features(rule: Rule, tokens: Tokens) -> tuple[Array, Array | None]:
+    """φ(k) [..., K, F], 0 for a masked token, and the log of the scale that is apart, [..., K], NOTHING for a masked one."""
     _, key_map = feature_maps.split(rule.feature_map)
-    return clean(key_map(clean(tokens.key, tokens.key_mask, FILL)), tokens.key_mask)
+    features, log_scale = _apart(key_map(clean(tokens.key, tokens.key_mask, FILL)))
+    if log_scale is not None and tokens.key_mask is not None:
+        log_scale = jnp.where(tokens.key_mask[..., None], log_scale, NOTHING)
+    return clean(features, tokens.key_mask), log_scale
 
 
-def query_features(rule: Rule, tokens: Tokens) -> Array:
-    """φ(q) [..., H, F], each row scaled by a power of two to size 1 where the exact normaliser takes that out again."""
+def query_features(rule: Rule, tokens: Tokens) -> tuple[Array, Array | None]:
+    """φ(q) [..., H, F] and the log of the scale that is apart, [..., H].
+
+    Where the exact normaliser takes a row's size out again, there is no scale, and rows are brought to size 1 by a power
+    of two.
+    """
     query_map, _ = feature_maps.split(rule.feature_map)
-    features = query_map(clean(tokens.query, tokens.query_mask, FILL))
-    features, log_scale = features if isinstance(features, tuple) else (features, None)
+    features, log_scale = _apart(query_map(clean(tokens.query, tokens.query_mask, FILL)))
     if rule.normalize and rule.eps == 0:
-        return features * _inverse_power_of_two(jnp.max(jnp.abs(features), axis=-1, keepdims=True))
-    return features if log_scale is None else features * feature_maps.saturating_exp(log_scale)[..., None]
+        return features * _inverse_power_of_two(jnp.max(jnp.abs(features), axis=-1, keepdims=True)), None
+    return features, log_scale
+
+
+def _apart(features) -> tuple[Array, Array | None]:
+    return features if isinstance(features, tuple) else (features, None)
+
+
+def has_scale(rule: Rule, tokens: Tokens) -> bool:
+    """Whether key features come with a scale of their own."""
+    _, key_map = feature_maps.split(rule.feature_map)
+    dtype = accumulator_dtype(tokens.key.dtype)
+    return isinstance(jax.eval_shape(key_map, jax.ShapeDtypeStruct((1, *tokens.key.shape[-2:]), dtype)), tuple)
+
+
+def log_decays(tokens: Tokens) -> Array | None:
+    """The log decay of each token in the dtype of sums; 0 for a masked one, which is no token."""
+    log_decay = tokens.log_decay
+    if log_decay is None:
+        return None
+    log_decay = log_decay.astype(accumulator_dtype(tokens.key.dtype))
+    if tokens.key_mask is None:
+        return log_decay
+    return jnp.where(tokens.key_mask.reshape(*tokens.key_mask.shape, *[1] * (log_decay.ndim - tokens.key_mask.ndim)), log_decay, 0)
+
+
+def decays_per_feature(tokens: Tokens) -> bool:
+    return tokens.log_decay is not None and tokens.log_decay.ndim == tokens.key.ndim
 
 
 def _inverse_power_of_two(x: Array) -> Array:
@@ -101,7 +134,15 @@ def initial_carry(rule: Rule, tokens: Tokens, state: LinearAttentionState):
     """(state, run): the carry before the first token; `run` is the [B] index of the run the state belongs to, or None."""
     runs = tokens.key_segment
     run = None if runs is None else vary_with(jnp.zeros_like(runs[:, 0]), runs)  # as the runs that follow it vary
-    return vary_with(without_scale(state), tokens, rule), run
+    return vary_with(enter_state(rule, tokens, state), tokens, rule), run
+
+
+def enter_state(rule: Rule, tokens: Tokens, state: LinearAttentionState) -> LinearAttentionState:
+    """The state as forms go on from it: with a running scale where keys have one, and without elsewhere.
+
+    `unmark_empty` is its counterpart.
+    """
+    return mark_empty(state) if has_scale(rule, tokens) else without_scale(state)
 
 
 def count_runs(segment_ids: Array, first: Array) -> Array:
@@ -137,6 +178,7 @@ def pad_time(tokens: Tokens, multiple: int) -> Tokens:
         key_mask=pad_mask(tokens.key_mask, tokens.key),
         query_segment=pad(tokens.query_segment, mode="edge"),
         key_segment=pad(tokens.key_segment, mode="edge"),
+        log_decay=pad(tokens.log_decay),
     )
 
 
