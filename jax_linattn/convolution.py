@@ -1,7 +1,7 @@
 """The depthwise causal short convolution that linear layers use as their sense of position: no maximum length.
 
 Masked tokens are taken out before the taps see the sequence and put back, as zeros, after: a pad is no token, so it
-neither fills a tap nor moves its neighbours apart.
+neither fills a tap nor moves its neighbours apart. Packed documents stay apart: a tap reaches into no other run of ids.
 """
 
 from typing import Any
@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_linattn.checks import key_mask, require
+from jax_linattn.checks import integers, key_mask, require
+from jax_linattn.compaction import compact_tokens
 from jax_linattn.dtypes import accumulator_dtype
+from jax_linattn.forms.tokens import count_runs
 from jax_linattn.state import vary_with
 
 
 def causal_convolution(
-    x: Array, kernel: Array, bias: Array | None = None, *, state: Array | None = None, mask: Array | None = None
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    state: Array | None = None,
+    mask: Array | None = None,
+    segment_ids: Array | None = None,
 ) -> tuple[Array, Array]:
     """Each channel's last W tokens, weighted: depthwise, causal, and continued from a state.
 
@@ -33,6 +41,9 @@ def causal_convolution(
         `init_convolution_state`; None = zeros.
       mask: bool, True = a real token: [B, T] or [B or 1, 1, 1, T]. A masked token's output is 0; what it holds, NaN
         included, changes nothing, and its gradient is 0.
+      segment_ids: int [B, T], runs of equal ids: a tap sees tokens of its own run alone, zeros in place of others. The ids
+        of masked tokens count, as in `linear_attention`; a carried state belongs to the first token's run, and the state
+        that is returned to the last token's: zeros in place of earlier runs.
 
     Returns:
       (state after the last real token [B, W-1, D], y [B, T, D]), both in the dtype of x.
@@ -50,20 +61,20 @@ def causal_convolution(
     batch, length, _ = x.shape
     width = kernel.shape[0]
     mask = key_mask(mask, batch, length)
+    runs = None
+    if segment_ids is not None and length:
+        ids = integers("segment_ids", segment_ids, (batch, length), "[B, T]")
+        runs = count_runs(ids, ids[:, 0])
     if state is None:
         state = init_convolution_state(x, width)
-    if mask is None:
-        history = jnp.concatenate([state, x], axis=1)
-        return history[:, length:], _weigh(history, kernel, bias)
-    # Real tokens first, in their order: the sort is stable. The zeros that masked ones leave come last, past every tap.
-    real_first = jnp.argsort(~mask, axis=1, stable=True)
-    compact = jnp.take_along_axis(jnp.where(mask[..., None], x, 0), real_first[..., None], axis=1)
-    history = jnp.concatenate([state, compact], axis=1)
-    y = _weigh(history, kernel, bias)
-    rank = jnp.cumsum(mask, axis=1) - 1
-    y = jnp.take_along_axis(y, jnp.maximum(rank, 0)[..., None], axis=1)
-    last = mask.sum(axis=1)[:, None] + jnp.arange(width - 1)[None]
-    return jnp.take_along_axis(history, last[..., None], axis=1), jnp.where(mask[..., None], y, 0)
+    compact = compact_tokens(mask)
+    history = jnp.concatenate([state, compact.gather(x)], axis=1)
+    if runs is None:
+        return compact.last(history, width - 1), compact.restore(_weigh(history, kernel, bias))
+    history_runs = jnp.pad(compact.gather(runs), [(0, 0), (width - 1, 0)])  # run 0 is the state's
+    y = compact.restore(_weigh(history, kernel, bias, history_runs))
+    is_current = compact.last(history_runs, width - 1) == runs[:, -1:]
+    return jnp.where(is_current[..., None], compact.last(history, width - 1), 0), y
 
 
 def init_convolution_state(x: Any, width: int) -> Array:
@@ -82,15 +93,21 @@ def init_convolution_state(x: Any, width: int) -> Array:
     return vary_with(jnp.zeros((x.shape[0], width - 1, x.shape[-1]), x.dtype), x)
 
 
-def _weigh(history: Array, kernel: Array, bias: Array | None) -> Array:
-    """history [B, W-1+T, D] -> [B, T, D], as W shifted products: a handful of fused additions, forward and backward."""
+def _weigh(history: Array, kernel: Array, bias: Array | None, runs: Array | None = None) -> Array:
+    """history [B, W-1+T, D] -> [B, T, D], as W shifted products: a handful of fused additions, forward and backward.
+
+    With runs [B, W-1+T] a product counts where the tap's run is that of the token.
+    """
     width = kernel.shape[0]
     length = history.shape[1] - (width - 1)
     dtype = accumulator_dtype(history.dtype)
     inputs, kernel = history.astype(dtype), kernel.astype(dtype)
     y = jnp.zeros((), dtype) if bias is None else bias.astype(dtype)[None, None]
     for tap in range(width):
-        y = y + inputs[:, tap : tap + length] * kernel[None, None, tap]
+        seen = inputs[:, tap : tap + length]
+        if runs is not None:
+            seen = jnp.where((runs[:, tap : tap + length] == runs[:, width - 1 :])[..., None], seen, 0)
+        y = y + seen * kernel[None, None, tap]
     return y.astype(history.dtype)
 
 

@@ -13,14 +13,16 @@ BATCH, DIM = 3, 5
 compiled = quick_jit(causal_convolution)
 
 
-def oracle(x, kernel, bias, state, mask):
-    """The definition, a token at a time: (state, y) in float64."""
+def oracle(x, kernel, bias, state, mask, segment_ids=None):
+    """The definition, a token at a time: (state, y) in float64. Where the id changes, all that was seen becomes zeros."""
     x, kernel, bias, state = (np.asarray(a, np.float64) for a in (x, kernel, bias, state))
     y, width = np.zeros(x.shape), len(kernel)
     last = np.zeros(state.shape)
     for row in range(len(x)):
         seen = list(state[row])
         for t in range(x.shape[1]):
+            if segment_ids is not None and t and segment_ids[row, t] != segment_ids[row, t - 1]:
+                seen = [np.zeros(x.shape[-1])] * (width - 1)
             if mask[row, t]:
                 seen.append(x[row, t])
                 y[row, t] = bias + sum(kernel[width - 1 - j] * seen[-1 - j] for j in range(width))
@@ -87,6 +89,53 @@ def test_a_masked_token_is_no_token():
     assert_close(dbias, bias_sum, gradient=True)
 
 
+IDS = np.array([[5, 5, 5, 2, 2, 2, 2, 2, 0, 0, 0], [1, 2, 3, 3, 4, 4, 4, 4, 4, 4, 5], [7] * 11], np.int32)
+
+
+def test_segments_equal_the_oracle():
+    """Runs shorter and longer than the taps; with a mask, which takes tokens and whole runs out and joins none."""
+    with x64():
+        x, kernel, bias, state, mask = draw(11, 4, "float64")
+        mask[1, :3] = [True, False, True]
+        for hiding in ({}, {"mask": jnp.asarray(mask)}):
+            actual = compiled(
+                jnp.asarray(x), kernel, bias, state=jnp.asarray(state), segment_ids=jnp.asarray(IDS), **hiding
+            )
+            expected = oracle(x, kernel, bias, state, mask if hiding else np.ones_like(mask), IDS)
+            for got, want in zip(actual, expected, strict=True):
+                assert_close(got, want, "float64")
+
+
+def test_runs_go_on_where_a_packed_sequence_is_cut():
+    """The state belongs to the first token's run: cut inside runs, the parts are the whole."""
+    x, kernel, bias, state, mask = draw(11, 4)
+    arrays = [jnp.asarray(a) for a in (x, mask, IDS)]
+    arrays[2] = jnp.broadcast_to(arrays[2][:1], IDS.shape)
+    whole_state, whole = compiled(arrays[0], kernel, bias, state=jnp.asarray(state), mask=arrays[1], segment_ids=arrays[2])
+    carry, parts = jnp.asarray(state), []
+    for begin, end in [(0, 2), (2, 6), (6, 10), (10, 11)]:
+        x, mask, ids = (a[:, begin:end] for a in arrays)
+        carry, y = compiled(x, kernel, bias, state=carry, mask=mask, segment_ids=ids)
+        parts.append(y)
+    assert_close(jnp.concatenate(parts, axis=1), whole)
+    np.testing.assert_array_equal(carry, whole_state)
+
+
+def test_gradients_of_packed_documents_are_those_of_each_alone():
+    x, kernel, bias, _, _ = draw(11, 4)
+    x[0, 3:8] = np.nan  # another document's
+
+    def loss(x, kernel, bias, segment_ids=None):
+        y = causal_convolution(x, kernel, bias, segment_ids=segment_ids)[1]
+        return jnp.sum(jnp.where(jnp.isnan(y), 0, jnp.sin(y)))
+
+    gradient = quick_jit(jax.grad(loss, argnums=(0, 1, 2)))
+    packed = gradient(x[:1], kernel, bias, jnp.asarray(IDS[:1]))
+    first, last = gradient(x[:1, :3], kernel, bias), gradient(x[:1, 8:], kernel, bias)
+    assert_close(packed[0][:, :3], first[0], gradient=True)
+    assert_close(packed[0][:, 8:], last[0], gradient=True)
+
+
 def test_the_future_changes_nothing():
     x, kernel, bias, _, mask = draw(7, 4)
 
@@ -134,6 +183,8 @@ def test_transforms_and_16_bits():
         ({"state": jnp.zeros((2, 4, 5), "float32")}, r"state must be float32 .* \(2, 3, 5\), got float32 \(2, 4, 5\)"),
         ({"state": jnp.zeros((2, 3, 5), jnp.bfloat16)}, "state must be float32 .* got bfloat16"),
         ({"mask": jnp.zeros((2, 3))}, "mask must be bool"),
+        ({"segment_ids": jnp.zeros((2, 3))}, r"segment_ids must be an integer array of shape \[B, T\] = \(2, 3\)"),
+        ({"segment_ids": jnp.zeros((2, 4), int)}, r"segment_ids must be an integer array .* got int32 \(2, 4\)"),
     ],
 )
 def test_errors(change, message):

@@ -104,7 +104,7 @@ def test_a_full_softmax_cache_is_seen():
 
 def test_errors():
     for change, message in [
-        ({"attention": "sofmax"}, r"model.attention must be one of \['linear', 'softmax'\], got 'sofmax'"),
+        ({"attention": "sofmax"}, r"model.attention must be one of \['linear', 'softmax', 'retnet', .*\], got 'sofmax'"),
         ({"feature_map": "elu"}, "unknown feature map 'elu'"),
         ({"num_heads": 5}, "model.num_heads must divide model.width, got 5 heads and width 12"),
         ({"num_layers": 0}, "model.num_layers must be a positive whole number"),

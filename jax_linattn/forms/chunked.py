@@ -52,13 +52,13 @@ def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk
         if key_scale is not None:
             k, after = chunks.relative_to_largest(k, key_scale, before)
         v = heads.group_values(clean(tokens.value, tokens.key_mask))
-        own = no_decay.key_value_sums(rule, heads.group_keys(k), v)
+        own = no_decay.sums(rule, heads.group_keys(k), v)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), own), after
 
     def read_block(carry, tokens):
         q, query_scale = query_features(rule, tokens)
         numerator, denominator = no_decay.read(rule, heads.group_queries(q), carry.sums)
-        return carry, chunks.output(rule, numerator, denominator, tokens, heads, query_scale, carry.log_scale)
+        return carry, chunks.output(rule, numerator, denominator, tokens, heads, [query_scale, carry.log_scale])
 
     def add_block(carry, tokens):
         own, after = sum_block(carry.log_scale, tokens)

@@ -66,7 +66,8 @@ def attend(tokens: Tokens, carry: Carry, rule: Rule, heads: Heads, prefix: Prefi
       (what comes after the last chunk, output [n, B, C, M, E]).
     """
     q, k, decay, query_scale, key_scale = features(tokens, carry, rule, heads)
-    v = heads.group_values(clean(tokens.value, tokens.key_mask))
+    log_scale = None if key_scale is None else key_scale[-1, :, -1]
+    q, k, v, ones = decay.start(q, k, heads.group_values(clean(tokens.value, tokens.key_mask)))
     visible = jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool))
     k_left, q_before, left, continues, run = k, q, decay.total, None, carry.run
     if run is not None:
@@ -79,13 +80,14 @@ def attend(tokens: Tokens, carry: Carry, rule: Rule, heads: Heads, prefix: Prefi
         continues = (runs == before[..., None])[..., None]  # [n, B, C, 1]: whether a token sees the sums before its chunk
         q_before = heads.where_time(continues, q)
     weights = heads.where_visible(visible, decay.weights(rule, q, k))
-    sums_before, sums = prefix(decay.key_value_sums(rule, k_left, v), left, carry.sums)
+    sums_before, sums = prefix(decay.sums(rule, k_left, v, ones), left, carry.sums)
     read_kv, read_key_sum = decay.read(rule, q_before, sums_before)
     if continues is not None:  # once more: 0 · inf of another segment's overflow is not 0
         read_kv, read_key_sum = heads.where_time(continues, read_kv), heads.where_time(continues, read_key_sum)
-    numerator, denominator = heads.weigh_values(rule, weights, v)
-    o = output(rule, numerator + read_kv, denominator + read_key_sum, tokens, heads, query_scale, key_scale)
-    return Carry(sums, run, None if key_scale is None else key_scale[-1, :, -1]), o
+    numerator, denominator = heads.weigh_values(rule, weights, v, ones)
+    scales = [query_scale, key_scale, decay.row_logs]
+    o = output(rule, numerator + read_kv, denominator + read_key_sum, tokens, heads, scales)
+    return Carry(shrink(sums, decay.at_end), run, log_scale), o
 
 
 def features(tokens: Tokens, carry: Carry, rule: Rule, heads: Heads):
@@ -138,8 +140,7 @@ def output(
     denominator: Array,
     tokens: Tokens,
     heads: Heads,
-    query_scale: Array | None,
-    key_scale: Array | None,
+    scales: list[Array | None],
 ) -> Array:
     """The output [n, B, C, M, E] of grouped sums.
 
@@ -149,27 +150,29 @@ def output(
       denominator: φ(q)ᵀZ, [n, B, G, r·C, b].
       tokens: for their masks and dtype.
       heads: how the heads are grouped.
-      query_scale: log of what the queries are relative to, [n, B, C, H], or None.
-      key_scale: log of what the sums are relative to, [n, B, C or 1, N], or None.
+      scales: logs of what the sums are relative to, each [n, B, C or 1, H or N], or None.
     """
     numerator = numerator.reshape(*denominator.shape[:-1], heads.values, -1)
-    log_scale = heads.group_scales(query_scale, key_scale)
+    log_scale = heads.group_scales(scales)
     o = heads.ungroup_outputs(finish(rule, numerator, jnp.broadcast_to(denominator, numerator.shape[:-1]), log_scale))
     return clean(o, tokens.query_mask).astype(tokens.query.dtype)
 
 
 def follow(own: Sums, left: Array | None, sums: Sums) -> Sums:
-    """The sums after one chunk: its own, on top of what is left of those before it.
+    """The sums after one chunk: its own, on top of what is left of those before it."""
+    return jax.tree.map(jnp.add, shrink(sums, left), own)
 
-    `left` is […, b or 1, F or 1] for sums whose key_sum is […, b, F]; 0 leaves nothing, not even of inf; None leaves all.
-    """
+
+def shrink(sums: Sums, left: Array | None) -> Sums:
+    """What is left of sums. For a key_sum […, b, F], `left` is […, b or 1, F or 1], or None for all; 0 is nothing, whatever
+    the sums."""
     if left is None:
-        return jax.tree.map(jnp.add, sums, own)
+        return sums
     num_values = sums.key_sum.shape[-2]
     kv = sums.kv.reshape(*sums.kv.shape[:-1], num_values, sums.kv.shape[-1] // num_values)  # […, F, b, E]
     left_kv = jnp.swapaxes(left, -1, -2)[..., None]
     kv = jnp.where(left_kv == 0, 0, kv * left_kv).reshape(sums.kv.shape)
-    return Sums(kv + own.kv, jnp.where(left == 0, 0, sums.key_sum * left) + own.key_sum)
+    return Sums(kv, jnp.where(left == 0, 0, sums.key_sum * left))
 
 
 def prefix_in_turn(own: Sums, left: Array | None, sums: Sums) -> tuple[Sums, Sums]:

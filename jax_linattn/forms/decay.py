@@ -1,19 +1,24 @@
-"""What is left of a token at later ones of its chunk: all of it, a share a head, or a share a feature.
+"""What is left of a token at later ones: all of it, a share a head, or a share a feature.
 
 Three kinds of one protocol, over n chunks of C tokens with grouped heads (`heads.py`; letters as in `chunks.py`):
 
+  start(q, k, v)               the same with what the derivative of the decay needs, and the ones that are summed beside v
+                               for the normaliser, [n, B, G, b, C], or None for ones
+  row_logs                     what is to be added to the log of each row's scale, [n, B, C, N], or None
   weights(rule, q, k)          [n, B, G, b or 1, r·C, C]: what a query reads of each key of its chunk; meant for s <= t alone
   read(rule, q, sums)          φ(q)ᵀS [n, B, G, r·C, b·E] and φ(q)ᵀZ [n, B, G, r·C, b] of the sums before the chunk
-  key_value_sums(rule, k, v)   S and Z that the chunk adds, as they are at its end
+  sums(rule, k, v, ones)       S and Z that the chunk adds, as they are at its end
   total                        the share of the sums before that is left at its end, [n, B, G, b or 1, F or 1]; None = all
+  at_end                       a last factor on the sums after all chunks, [B, G, b or 1, F or 1], or None
 
 Token s is left at t with a_{s+1} ⋯ a_t, a = exp(log_decay). Only such products of factors at most 1 are ever formed, each
 from its own factors: no quotient, and no difference of cumulative sums. So strong decay loses no digits, what underflows
 is 0 to rounding, and a = 0 forgets exactly.
 
-Their gradient takes another way. With L_t = log a_1 + … + log a_t the product is exp(L_t - L_s), so its derivatives, of every
-order, are those of exp(L_t - L°_t) / exp(L_s - L°_s) times itself as a constant, where L° is the value of L. That factor is
-1, and it is applied to queries and keys, where its derivative costs C·F numbers and not C².
+The products are constants to every derivative, which goes another way. With L_t = log a_1 + … + log a_t, and L° the same
+number as a constant, the product is itself times exp(L_t - L°_t) / exp(L_s - L°_s). Both factors are 1 and have the right
+derivatives, of every order; they belong to one token each. So they go to the row of the output and to the key: a gradient
+costs C·F numbers a chunk and not C². In the exact ratio the row's factor cancels, and costs nothing.
 """
 
 from typing import NamedTuple
@@ -34,6 +39,11 @@ class NoDecay(NamedTuple):
 
     heads: Heads
     total: None = None
+    row_logs: None = None
+    at_end: None = None
+
+    def start(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array, None]:
+        return q, k, v, None
 
     def weights(self, rule: Rule, q: Array, k: Array) -> Array:
         return rule.einsum("nbgxf,nbgcf->nbgxc", q, k)[:, :, :, None]
@@ -41,7 +51,8 @@ class NoDecay(NamedTuple):
     def read(self, rule: Rule, q: Array, sums: Sums) -> tuple[Array, Array]:
         return rule.einsum("nbgxf,nbgfe->nbgxe", q, sums.kv), rule.einsum("nbgxf,nbgvf->nbgxv", q, sums.key_sum)
 
-    def key_value_sums(self, rule: Rule, k: Array, v: Array) -> Sums:
+    def sums(self, rule: Rule, k: Array, v: Array, ones: None = None) -> Sums:
+        del ones
         key_sum = jnp.broadcast_to(jnp.sum(k, axis=-2)[..., None, :], (*k.shape[:3], self.heads.values, k.shape[-1]))
         return Sums(rule.einsum("nbgcf,nbgce->nbgfe", k, v), key_sum)
 
@@ -50,45 +61,41 @@ class DecayPerHead(NamedTuple):
     """A factor a token and state head: keys, and their products with queries, are shared as without decay."""
 
     heads: Heads
-    between: Array  # [n, B, G, b, C, C]: what is left of token s at t, a constant; 0 for s > t
-    unit: Array  # [n, B, G, b, C]: 1, with the derivative of exp(L)
+    between: Array  # [n, B, G, b, C, C]: what is left of token s at t; 0 for s > t
     from_start: Array  # [n, B, G, b, C]: what is left of the sums before the chunk at each token
     to_end: Array  # [n, B, G, b, C]: what is left of each token at the chunk's end
+    row_logs: Array  # [n, B, C, N]: L - L°
 
     @classmethod
     def of(cls, heads: Heads, log_decay: Array) -> "DecayPerHead":
         """Of log decays [n, B, C, N]."""
-        log_decay = heads.group_decays(log_decay)
-        unit = _unit(log_decay, axis=-1)
-        length = log_decay.shape[-1]
-        levels = _products(jnp.exp(lax.stop_gradient(log_decay))[..., None], smallest=1)
-        flat = [tuple(x.reshape(*log_decay.shape[:-1], -1) for x in level) for level in levels]
-        padded = flat[0][0].shape[-1]
-        between = jnp.eye(padded, dtype=unit.dtype)[None, None, None, None]
-        for of_pair, (start, end) in zip(_pairs_by_level(padded), flat, strict=False):
-            between = jnp.where(of_pair, start[..., :, None] * end[..., None, :], between)
-        start, end = flat[-1]
-        return cls(
-            heads,
-            between[..., :length, :length],
-            unit,
-            start[..., :length] * unit,
-            end[..., :length] * (unit[..., -1:] / unit),
-        )
+        decay = jnp.exp(heads.group_decays(lax.stop_gradient(log_decay)))
+        length = decay.shape[-1]
+        levels = [tuple(x.reshape(*decay.shape[:-1], -1) for x in pair) for pair in _products(decay[..., None], smallest=1)]
+        start, end = levels[-1]
+        padded = start.shape[-1]
+        between = jnp.broadcast_to(jnp.eye(padded, dtype=decay.dtype), (*decay.shape[:-1], padded, padded))
+        for of_pair, (first, second) in zip(_pairs_by_level(padded), levels, strict=False):
+            between = jnp.where(of_pair, first[..., :, None] * second[..., None, :], between)
+        return cls(heads, between[..., :length, :length], start[..., :length], end[..., :length], _logs(log_decay))
 
     @property
     def total(self) -> Array:
         return self.from_start[..., -1:]
 
-    def weights(self, rule: Rule, q: Array, k: Array) -> Array:
-        between = self.between
+    @property
+    def at_end(self) -> Array:
+        return jnp.exp(self.heads.group_decays(self.row_logs[-1, :, -1:]))
+
+    def start(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array, Array | None]:
+        unit = jnp.exp(-self.heads.group_decays(self.row_logs))
         if self.heads.values == 1:
-            unit = self.unit[..., 0, :, None]
-            q, k = self.heads.times_time(q, unit), k / unit
-        else:  # queries and keys are shared by heads of different decay
-            between = between * (self.unit[..., :, None] / self.unit[..., None, :])
+            return q, k * unit[..., 0, :, None], v, None
+        return q, k, self.heads.times_values(v, jnp.swapaxes(unit, -1, -2)), unit  # keys are shared by several decays
+
+    def weights(self, rule: Rule, q: Array, k: Array) -> Array:
         weights = self.heads.split_queries(rule.einsum("nbgxf,nbgcf->nbgxc", q, k))  # [n, B, G, r, C, C]
-        weights = weights * between  # of r and b one is 1
+        weights = weights * self.between  # of r and b one is 1
         return weights.reshape(*weights.shape[:3], self.heads.values, -1, weights.shape[-1])
 
     def read(self, rule: Rule, q: Array, sums: Sums) -> tuple[Array, Array]:
@@ -96,9 +103,10 @@ class DecayPerHead(NamedTuple):
         left = jnp.swapaxes(self.from_start, -1, -2)  # [n, B, G, C, b]
         return self.heads.times_values(numerator, left), self.heads.times_values(denominator, left)
 
-    def key_value_sums(self, rule: Rule, k: Array, v: Array) -> Sums:
+    def sums(self, rule: Rule, k: Array, v: Array, ones: Array | None) -> Sums:
         v = self.heads.times_values(v, jnp.swapaxes(self.to_end, -1, -2))
-        return Sums(rule.einsum("nbgcf,nbgce->nbgfe", k, v), rule.einsum("nbgvc,nbgcf->nbgvf", self.to_end, k))
+        left = self.to_end if ones is None else self.to_end * ones
+        return Sums(rule.einsum("nbgcf,nbgce->nbgfe", k, v), rule.einsum("nbgvc,nbgcf->nbgvf", left, k))
 
 
 class DecayPerFeature(NamedTuple):
@@ -110,26 +118,31 @@ class DecayPerFeature(NamedTuple):
     """
 
     heads: Heads
-    decay: Array  # [n, B, G, C, F], a constant, as are the levels
+    decay: Array  # [n, B, G, C, F]
     levels: list[tuple[Array, Array]]  # of `_products`
-    unit: Array  # [n, B, G, C, F]: 1, with the derivative of exp(L)
+    logs: Array  # [n, B, G, C, F]: L - L°
+    row_logs: None = None  # rows have a factor a feature: it is on the queries
 
     @classmethod
     def of(cls, heads: Heads, log_decay: Array) -> "DecayPerFeature":
         """Of log decays [n, B, C, N, F]."""
-        log_decay = heads.group_keys(log_decay)
-        decay = jnp.exp(lax.stop_gradient(log_decay))
-        return cls(heads, decay, _products(decay, smallest=LEAF), _unit(log_decay, axis=-2))
+        decay = jnp.exp(heads.group_keys(lax.stop_gradient(log_decay)))
+        return cls(heads, decay, _products(decay, smallest=LEAF), heads.group_keys(_logs(log_decay)))
 
     @property
     def total(self) -> Array:
         return self._from_start()[..., -1:, :]
 
+    @property
+    def at_end(self) -> Array:
+        return jnp.exp(self.logs[-1, ..., -1:, :])
+
+    def start(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array, None]:
+        return self.heads.times_time(q, jnp.exp(self.logs)), k * jnp.exp(-self.logs), v, None
+
     def weights(self, rule: Rule, q: Array, k: Array) -> Array:
-        q, length = self.heads.split_queries(q), k.shape[-2]  # [n, B, G, r, C, F]
+        q, k, length = _pad(self.heads.split_queries(q), LEAF), _pad(k, LEAF), k.shape[-2]
         weights = self._leaves(q, k)
-        q = _pad(q * self.unit[:, :, :, None], LEAF)
-        k = _pad(k / self.unit, LEAF)
         for start, end in self.levels[:-1]:
             half = start.shape[-2]
             q_second = _blocks(q, 2 * half)[..., half:, :] * start[:, :, :, None, 1::2]
@@ -144,19 +157,18 @@ class DecayPerFeature(NamedTuple):
     def read(self, rule: Rule, q: Array, sums: Sums) -> tuple[Array, Array]:
         return NoDecay(self.heads).read(rule, self.heads.times_time(q, self._from_start()), sums)
 
-    def key_value_sums(self, rule: Rule, k: Array, v: Array) -> Sums:
-        left = self.levels[-1][1][..., 0, : k.shape[-2], :] * (self.unit[..., -1:, :] / self.unit)
-        return NoDecay(self.heads).key_value_sums(rule, k * left, v)
+    def sums(self, rule: Rule, k: Array, v: Array, ones: None) -> Sums:
+        to_end = self.levels[-1][1][..., 0, : k.shape[-2], :]
+        return NoDecay(self.heads).sums(rule, k * to_end, v, ones)
 
     def _from_start(self) -> Array:
-        return self.levels[-1][0][..., 0, : self.unit.shape[-2], :] * self.unit
+        return self.levels[-1][0][..., 0, : self.decay.shape[-2], :]
 
     def _leaves(self, q: Array, k: Array) -> Array:
         """The weights inside blocks of LEAF tokens, [n, B, G, r, blocks, LEAF, LEAF]."""
-        decay, unit = (_blocks(_pad(x, LEAF, 1), LEAF)[:, :, :, None] for x in (self.decay, self.unit))
-        q, k = _blocks(_pad(q, LEAF), LEAF), _blocks(_pad(k, LEAF), LEAF)[:, :, :, None]
+        decay = _blocks(_pad(self.decay, LEAF, 1), LEAF)[:, :, :, None]
+        q, k = _blocks(q, LEAF), _blocks(k, LEAF)[:, :, :, None]
         diagonals = [jnp.sum(q * k, axis=-1)]  # of the keys 0, 1, … tokens back
-        q, k = q * unit, k / unit
         for back in range(1, LEAF):
             q, k = q[..., 1:, :], k[..., :-1, :] * decay[..., back:, :]
             diagonals.append(jnp.sum(q * k, axis=-1))
@@ -165,10 +177,12 @@ class DecayPerFeature(NamedTuple):
         return jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
 
 
-def _unit(log_decay: Array, axis: int) -> Array:
-    """exp(L - L°), L the running sum of the logs: 1, with the derivatives of exp(L) relative to itself."""
-    logs = jnp.cumsum(jnp.maximum(log_decay, LOWEST), axis=axis)
-    return jnp.exp(logs - lax.stop_gradient(logs))
+def _logs(log_decay: Array) -> Array:
+    """L - L° for L the running sum of log decays [n, B, C, …] over all n chunks: zeros, with the derivatives of L."""
+    log_decay = jnp.maximum(log_decay, LOWEST)
+    logs = jnp.cumsum(log_decay - lax.stop_gradient(log_decay), axis=2)
+    before = jnp.cumsum(logs[:, :, -1:], axis=0) - logs[:, :, -1:]
+    return logs + before
 
 
 def _products(decay: Array, smallest: int) -> list[tuple[Array, Array]]:

@@ -83,19 +83,21 @@ class Heads(NamedTuple):
         factor = factor[..., None, :, :, None]
         return jnp.where(factor == 0, 0, split * factor).reshape(x.shape)
 
-    def weigh_values(self, rule: Rule, weights: Array, v: Array) -> tuple[Array, Array]:
-        """Weights […, G, b or 1, r·C, S] times values […, G, S, b·E]: […, G, r·C, b·E]; and their sums […, G, r·C, b or 1]."""
-        denominator = jnp.swapaxes(jnp.sum(weights, axis=-1), -1, -2)
+    def weigh_values(self, rule: Rule, weights: Array, v: Array, ones: Array | None = None) -> tuple[Array, Array]:
+        """Weights […, G, b or 1, r·C, S] times values […, G, S, b·E], […, G, r·C, b·E]; and times ones […, G, b, S], or just
+        summed, […, G, r·C, b or 1]."""
+        weighed = weights if ones is None else weights * ones[..., None, :]
+        denominator = jnp.swapaxes(jnp.sum(weighed, axis=-1), -1, -2)
         if weights.shape[-3] == 1:
             return rule.einsum("...xc,...ce->...xe", weights[..., 0, :, :], v), denominator
         v = v.reshape(*v.shape[:-1], self.values, -1)
         numerator = rule.einsum("...vxc,...cve->...xve", weights, v)
         return numerator.reshape(*numerator.shape[:-2], -1), denominator
 
-    def group_scales(self, query_scale: Array | None, key_scale: Array | None) -> Array | None:
-        """The sum of logs […, T, H] and […, T or 1, N], of which either may be None, as rows […, G, r·T, b]."""
+    def group_scales(self, scales: list[Array | None]) -> Array | None:
+        """The sum of logs […, T or 1, H or N], of which any may be None, as rows […, G, r·T, b]."""
         num_outputs = self.groups * self.queries * self.values
-        scales = [repeat_heads(x[..., None], num_outputs)[..., 0] for x in (query_scale, key_scale) if x is not None]
+        scales = [repeat_heads(x[..., None], num_outputs)[..., 0] for x in scales if x is not None]
         if not scales:
             return None
         rows = sum(scales[1:], scales[0])

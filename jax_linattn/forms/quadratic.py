@@ -25,10 +25,10 @@ def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk
     """All weights at once, of the empty `state`'s heads; `chunk_size` plays no part."""
     del chunk_size
     heads = Heads.of_tokens(rule, tokens)
-    weights, query_scale, key_scale = _weights(tokens, state, rule, heads, is_causal=False)
+    weights, scales = _weights(tokens, state, rule, heads, is_causal=False)
     tokens = jax.tree.map(lambda x: x[None], tokens)
     v = heads.group_values(clean(tokens.value, tokens.key_mask))
-    return chunks.output(rule, *heads.weigh_values(rule, weights, v), tokens, heads, query_scale, key_scale)[0]
+    return chunks.output(rule, *heads.weigh_values(rule, weights, v), tokens, heads, scales)[0]
 
 
 def row_weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, is_causal: bool) -> Array:
@@ -39,8 +39,8 @@ def row_weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, is_caus
     num_heads = state.key_sum.shape[1]
     own_keys = decays_per_feature(tokens) or has_scale(rule, tokens)
     heads = Heads.of(tokens.query.shape[-2], tokens.key.shape[-2], num_heads, own_keys=own_keys)
-    weights, query_scale, key_scale = _weights(tokens, state, rule, heads, is_causal)
-    log_scale = heads.group_scales(query_scale, key_scale)  # [1, B, G, r·T, b]
+    weights, scales = _weights(tokens, state, rule, heads, is_causal)
+    log_scale = heads.group_scales(scales)  # [1, B, G, r·T, b]
     log_scale = None if log_scale is None else jnp.swapaxes(log_scale, -1, -2)
     weights = finish(rule, weights, jnp.sum(weights, axis=-1), log_scale)[0]  # [B, G, b, r·T, S]
     weights = weights.reshape(weights.shape[0], -1, tokens.query.shape[1], weights.shape[-1])
@@ -56,17 +56,22 @@ def _weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, heads: Hea
     tokens = jax.tree.map(lambda x: x[None], tokens)
     visible = jnp.ones((1, 1, 1, 1), bool)
     if is_causal:
-        q, k, decay, query_scale, key_scale = chunks.features(tokens, carry, rule, heads)
+        q, k, decay, *scales = chunks.features(tokens, carry, rule, heads)
+        scales.append(decay.row_logs)
+        q, k, _, ones = decay.start(q, k, jnp.zeros_like(k))
         visible = jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool))
     else:
         (q, query_scale), (k, key_scale) = query_features(rule, tokens), key_features(rule, tokens)
         if key_scale is not None:
             k, largest = chunks.relative_to_largest(k, key_scale, carry.log_scale)
             key_scale = largest[None, :, None]
-        q, k, decay = heads.group_queries(q), heads.group_keys(k), NoDecay(heads)
+        q, k, decay, ones = heads.group_queries(q), heads.group_keys(k), NoDecay(heads), None
+        scales = [query_scale, key_scale]
     if tokens.key_segment is not None:
         visible = visible & (tokens.query_segment[..., :, None] == tokens.key_segment[..., None, :])
-    return heads.where_visible(visible, decay.weights(rule, q, k)), query_scale, key_scale
+    weights = decay.weights(rule, q, k)
+    weights = weights if ones is None else weights * ones[..., None, :]
+    return heads.where_visible(visible, weights), scales
 
 
 def _no_prefix(own: Sums, left: Array | None, sums: Sums) -> tuple[Sums, Sums]:

@@ -20,9 +20,12 @@ def default_config() -> Config:
     config.corpus = ""
 
     config.model = ConfigDict()
-    config.model.attention = "linear"  # or "softmax"
+    # "linear", with a feature map; "softmax"; or a layer of `jax_linattn.layers`: "retnet", "lightning", "gla", "hgrn2",
+    # "mamba2"; or "based", Taylor linear attention and sliding windows in turn.
+    config.model.attention = "linear"
     config.model.feature_map = "elu_plus_one"  # a name in `feature_maps`, or "hedgehog", "t2r"; linear attention alone
     config.model.normalize = True  # divide by the sum of weights; "identity" needs False
+    config.model.window = 64  # tokens that a sliding window sees; "based" alone
     config.model.num_layers = 3
     config.model.num_heads = 4
     config.model.width = 128

@@ -33,9 +33,14 @@ def model_weights(model: Decoder, tokens: Array, *, mask: Array | None = None) -
       [B, H, T, S] for each layer. A row sums to 1 over the keys s <= t, and is 0 where t is masked.
 
     Raises:
-      ValueError: if a layer does not normalise, so that no weights are implied.
+      ValueError: if a layer is of another kind, or does not normalise, so that no weights are implied.
     """
     for index, block in enumerate(model.blocks):
+        require(
+            isinstance(block.attention, LinearAttention | SoftmaxAttention),
+            f"layer {index} is {type(block.attention).__name__}, whose weights cannot be shown; give a model with "
+            "attention='linear' or 'softmax'",
+        )
         require(
             getattr(block.attention, "normalize", True),
             f"layer {index} has normalize=False, so its attention implies no weights: give a model with normalize=True",
@@ -120,13 +125,13 @@ def trace_states(model: Decoder, tokens: Array, *, mask: Array | None = None) ->
       effective dimensionality": k for k equal singular values, at most min(F, E).
 
     Raises:
-      ValueError: if a layer has no such state.
+      ValueError: if a layer is of another kind.
     """
     for index, block in enumerate(model.blocks):
+        keeps = "which keeps every key" if isinstance(block.attention, SoftmaxAttention) else "whose state cannot be shown"
         require(
             isinstance(block.attention, LinearAttention),
-            f"layer {index} is {type(block.attention).__name__}, which keeps every key and no state of constant size; "
-            "give a model with linear attention",
+            f"layer {index} is {type(block.attention).__name__}, {keeps}; give a model with attention='linear'",
         )
     graphdef, state = nnx.split(model)
     tokens = jnp.asarray(tokens)

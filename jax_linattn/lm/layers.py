@@ -1,4 +1,4 @@
-"""What a decoder block is made of, beside linear attention: short convolution, softmax attention, MLP.
+"""What a decoder block is made of, beside the layers of `jax_linattn.layers`: softmax attention, MLP.
 
 Layers with a memory of the past keep it in `nnx.Cache` variables that `init_cache(input_shape, dtype)` makes, and read
 and advance it when called with ``decode=True``: with prompts of any length, then single tokens. `mask` is bool [B, T]
@@ -13,38 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 from jax import Array
-from jax.nn.initializers import Initializer, lecun_normal, variance_scaling
+from jax.nn.initializers import Initializer, lecun_normal
 
 from jax_linattn.checks import key_mask, require
-from jax_linattn.convolution import causal_convolution, init_convolution_state
+from jax_linattn.layers.common import cache_of
 
 lecun = lecun_normal()
-
-
-class ShortConvolution(nnx.Module):
-    """`causal_convolution` with a learned kernel, and its last W-1 inputs as cache: position without a maximum."""
-
-    def __init__(self, features: int, width: int, *, dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
-        self.dtype = dtype
-        taps_as_fan_in = variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(), batch_axis=1)
-        self.kernel = nnx.Param(taps_as_fan_in(rngs.params(), (width, features)))
-        self.bias = nnx.Param(jnp.zeros((features,)))
-
-    def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
-        """The cache for inputs [B, T, D]; its size does not depend on T."""
-        inputs = jax.ShapeDtypeStruct(input_shape, dtype)
-        self.cached_inputs = nnx.Cache(init_convolution_state(inputs, self.kernel.shape[0]))
-
-    def __call__(self, x: Array, *, mask: Array | None = None, decode: bool = False) -> Array:
-        """x [B, T, D] -> [B, T, D]."""
-        if decode:
-            _require_cache(self, "cached_inputs")
-        state = self.cached_inputs[...] if decode else None
-        x, kernel, bias = (array.astype(self.dtype) for array in (x, self.kernel[...], self.bias[...]))
-        state, y = causal_convolution(x, kernel, bias, state=state, mask=mask)
-        if decode:
-            self.cached_inputs[...] = state
-        return y
 
 
 class SoftmaxAttention(nnx.Module):
@@ -91,7 +65,7 @@ class SoftmaxAttention(nnx.Module):
         return jnp.where(mask[..., None], self.out(y), 0)
 
     def _attend_with_cache(self, query, key, value, mask) -> Array:
-        _require_cache(self, "cached_key")
+        cache_of(self, "cached_key", decode=True)  # or an error
         capacity, length = self.cached_mask.shape[1], query.shape[1]
         require(length <= capacity, f"the cache has room for {capacity} tokens, got {length}: give init_cache more")
         start = self.cache_index[...]
@@ -128,7 +102,3 @@ class MLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D]."""
         return self.down(jax.nn.gelu(self.up(x)))
-
-
-def _require_cache(layer: nnx.Module, name: str) -> None:
-    require(hasattr(layer, name), f"decode=True needs a cache: call init_cache on the {type(layer).__name__} first")

@@ -12,8 +12,19 @@ from jax.nn.initializers import Initializer, normal, variance_scaling
 
 from jax_linattn import feature_maps
 from jax_linattn.checks import check_one_of, check_positive_int, require
-from jax_linattn.lm.layers import MLP, ShortConvolution, SoftmaxAttention
-from jax_linattn.nnx import T2R, Hedgehog, LinearAttention
+from jax_linattn.layers import (
+    HGRN2,
+    BasedLinearAttention,
+    GatedLinearAttention,
+    LightningAttention,
+    LinearAttention,
+    Mamba2,
+    MultiScaleRetention,
+    ShortConvolution,
+    SlidingWindowAttention,
+)
+from jax_linattn.lm.layers import MLP, SoftmaxAttention
+from jax_linattn.nnx import T2R, Hedgehog
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}  # of the computation
 LEARNABLE_MAPS = {"hedgehog": Hedgehog, "t2r": T2R}
@@ -36,9 +47,11 @@ class ModelConfig:
     dropout: float
     dtype: str
     remat: bool
+    window: int = 64  # what models had that were saved before it could be chosen
 
     def __post_init__(self):
-        for name in ("vocabulary_size", "num_layers", "num_heads", "width", "mlp_width", "convolution_width"):
+        sizes = ("vocabulary_size", "num_layers", "num_heads", "width", "mlp_width", "convolution_width", "window")
+        for name in sizes:
             check_positive_int(f"model.{name}", getattr(self, name))
         require(
             self.width % self.num_heads == 0,
@@ -60,7 +73,12 @@ class ModelConfig:
         return variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
 
 
-def _linear(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+# Makers of a layer's attention, from a config, the layer's number and rngs. The comments count parameters, in squares of
+# the width w.
+
+
+def _linear(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 4
+    del layer
     name = config.feature_map
     return LinearAttention(
         config.num_heads,
@@ -68,29 +86,74 @@ def _linear(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
         feature_map=LEARNABLE_MAPS[name] if name in LEARNABLE_MAPS else feature_maps.get(name),
         is_causal=True,
         normalize=config.normalize,
-        out_kernel_init=config.out_kernel_init,
-        dtype=DTYPES[config.dtype],
-        rngs=rngs,
+        **_options(config, rngs),
     )
 
 
-def _softmax(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
-    how = {"out_kernel_init": config.out_kernel_init, "dtype": DTYPES[config.dtype]}
-    return SoftmaxAttention(config.num_heads, config.width, **how, rngs=rngs)
+def _softmax(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 4
+    del layer
+    return SoftmaxAttention(config.num_heads, config.width, **_options(config, rngs))
 
 
-# By name: from a config to a layer with `__call__(x, *, mask, decode)` and `init_cache(input_shape, dtype)`.
-ATTENTIONS: dict[str, Callable[[ModelConfig, nnx.Rngs], Any]] = {"linear": _linear, "softmax": _softmax}
+def _retnet(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 5, values as wide as the model
+    del layer
+    return MultiScaleRetention(config.width, config.num_heads, **_options(config, rngs))
+
+
+def _lightning(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 5
+    depth = {"layer": layer, "num_layers": config.num_layers}
+    return LightningAttention(config.width, config.num_heads, **depth, **_options(config, rngs))
+
+
+def _gla(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 4, keys half as wide as the model
+    del layer
+    return GatedLinearAttention(config.width, config.num_heads, **_options(config, rngs))
+
+
+def _hgrn2(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 4
+    # The paper's lower bounds rise from layer to layer. Here they stay where the paper's learned ones start.
+    lower_bound = layer / config.num_layers
+    return HGRN2(config.width, config.num_heads, lower_bound=lower_bound, **_options(config, rngs))
+
+
+def _mamba2(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 7 with 4 heads: x, z twice as wide
+    del layer
+    state_dim = 2 * config.width // config.num_heads  # as wide as a head of x
+    return Mamba2(config.width, config.num_heads, state_dim=state_dim, **_options(config, rngs))
+
+
+def _based(config: ModelConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:  # 4 and, with 4 heads of 32, 3
+    options = _options(config, rngs)
+    if layer % 2:
+        return SlidingWindowAttention(config.width, config.num_heads, window=config.window, **options)
+    return BasedLinearAttention(config.width, config.num_heads, **options)
+
+
+def _options(config: ModelConfig, rngs: nnx.Rngs) -> dict[str, Any]:
+    return {"out_kernel_init": config.out_kernel_init, "dtype": DTYPES[config.dtype], "rngs": rngs}
+
+
+# By name, a layer with `__call__(x, *, mask, decode)` and `init_cache(input_shape, dtype)`.
+ATTENTIONS: dict[str, Callable[[ModelConfig, int, nnx.Rngs], Any]] = {
+    "linear": _linear,
+    "softmax": _softmax,
+    "retnet": _retnet,
+    "lightning": _lightning,
+    "gla": _gla,
+    "hgrn2": _hgrn2,
+    "mamba2": _mamba2,
+    "based": _based,
+}
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); attention sees the last few tokens of its input as well."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
         dtype = DTYPES[config.dtype]
         self.attention_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         self.convolution = ShortConvolution(config.width, config.convolution_width, dtype=dtype, rngs=rngs)
-        self.attention = ATTENTIONS[config.attention](config, rngs)
+        self.attention = ATTENTIONS[config.attention](config, layer, rngs)
         self.mlp_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         self.mlp = MLP(config.width, config.mlp_width, out_kernel_init=config.out_kernel_init, dtype=dtype, rngs=rngs)
         self.dropout = config.dropout
@@ -121,7 +184,7 @@ class Decoder(nnx.Module):
         init = normal(config.width**-0.5)
         self.embedding = nnx.Embed(config.vocabulary_size, config.width, embedding_init=init, dtype=dtype, rngs=rngs)
         for layer in range(config.num_layers):
-            setattr(self, f"block_{layer}", Block(config, rngs=rngs))
+            setattr(self, f"block_{layer}", Block(config, layer, rngs=rngs))
         self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         if not config.tied_embedding:
             self.head = nnx.Linear(config.width, config.vocabulary_size, use_bias=False, rngs=rngs)

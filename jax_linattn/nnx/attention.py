@@ -14,6 +14,7 @@ from jax import Array
 from jax_linattn import feature_maps, module_calls
 from jax_linattn.attention import Implementation, init_state
 from jax_linattn.checks import require
+from jax_linattn.nnx.cache import get_value, set_value
 from jax_linattn.nnx.feature_maps import as_attribute, as_pure_function, is_module_class
 from jax_linattn.state import LinearAttentionState
 
@@ -180,8 +181,8 @@ class LinearAttention(nnx.Module):
         if decode:
             module_calls.check_decode(inputs, is_causal=is_causal, sow_weights=sow_weights)
             require(self.cached_state is not None, "decode=True needs a cache: call init_cache(input_shape) first")
-            state, output = module_calls.advance(_get(self.cached_state), query, key, value, inputs, options)
-            _set(self.cached_state, state)
+            state, output = module_calls.advance(get_value(self.cached_state), query, key, value, inputs, options)
+            set_value(self.cached_state, state)
         else:
             output = module_calls.attend(query, key, value, inputs, options)
         if sow_weights:
@@ -247,15 +248,3 @@ class LinearAttention(nnx.Module):
         return feature_maps.FeatureMap(
             query=as_pure_function(self.query_feature_map), key=as_pure_function(self.key_feature_map)
         )
-
-
-def _get(variable):
-    """The value of a Variable that is a pytree, in old and new Flax."""
-    return variable.get_value() if hasattr(type(variable), "get_value") else variable.value
-
-
-def _set(variable, value) -> None:
-    if hasattr(type(variable), "set_value"):
-        variable.set_value(value)
-    else:
-        variable.value = value
