@@ -15,6 +15,7 @@ from jax_linattn.forms.tokens import (
     chunks_first,
     clean,
     count_runs,
+    decays_per_feature,
     key_features,
     pad_time,
     query_features,
@@ -24,6 +25,7 @@ from jax_linattn.forms.tokens import (
 from jax_linattn.state import LinearAttentionState
 
 CHUNKS_PER_BLOCK = 8
+CHUNKS_PER_BLOCK_OF_FEATURE_DECAY = 4  # of the products with decay there are more, and they want to stay in the cache
 
 
 def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
@@ -33,7 +35,8 @@ def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: 
     def attend_block(carry, tokens):
         return chunks.attend(tokens, carry, rule, heads, chunks.prefix_in_turn)
 
-    carry, outputs = _scan(attend_block, chunks.start(rule, tokens, state, heads), _blocks(tokens, chunk_size))
+    per_block = CHUNKS_PER_BLOCK_OF_FEATURE_DECAY if decays_per_feature(tokens) else CHUNKS_PER_BLOCK
+    carry, outputs = _scan(attend_block, chunks.start(rule, tokens, state, heads), _blocks(tokens, chunk_size, per_block))
     return chunks.end(carry, heads), _time_from_blocks(outputs, tokens)
 
 
@@ -110,7 +113,7 @@ def _take_time(x: Array, index: Array) -> Array:
     return jax.vmap(lambda x, index: jnp.take(x, index, axis=0))(x, index)
 
 
-def _blocks(tokens: Tokens, chunk_size: int, chunks_per_block: int = CHUNKS_PER_BLOCK) -> Tokens:
+def _blocks(tokens: Tokens, chunk_size: int, chunks_per_block: int) -> Tokens:
     """[B, T, …] to [blocks, n, B, C, …], padded: as few blocks as can be, and as little padding for that."""
     num_chunks = -(-tokens_length(tokens) // chunk_size)
     num_blocks = -(-num_chunks // chunks_per_block)

@@ -23,6 +23,7 @@ costs C·F numbers a chunk and not C². In the exact ratio the row's factor canc
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -30,7 +31,6 @@ from jax import Array, lax
 from jax_linattn.forms.heads import Heads, Sums
 from jax_linattn.forms.tokens import Rule
 
-LEAF = 4  # tokens: below this, products in halves cost more than they save
 LOWEST = -1e4  # a log decay whose exponential is 0 in float64 too: what -inf counts as where logs are summed
 
 
@@ -64,20 +64,21 @@ class DecayPerHead(NamedTuple):
     between: Array  # [n, B, G, b, C, C]: what is left of token s at t; 0 for s > t
     from_start: Array  # [n, B, G, b, C]: what is left of the sums before the chunk at each token
     to_end: Array  # [n, B, G, b, C]: what is left of each token at the chunk's end
-    row_logs: Array  # [n, B, C, N]: L - L°
+    logs: Array  # [n, B, G, C, b]: L - L°
 
     @classmethod
     def of(cls, heads: Heads, log_decay: Array) -> "DecayPerHead":
         """Of log decays [n, B, C, N]."""
-        decay = jnp.exp(heads.group_decays(lax.stop_gradient(log_decay)))
+        log_decay = heads.group_decays(log_decay)
+        decay = jnp.exp(lax.stop_gradient(log_decay))
         length = decay.shape[-1]
-        levels = [tuple(x.reshape(*decay.shape[:-1], -1) for x in pair) for pair in _products(decay[..., None], smallest=1)]
+        levels = [tuple(x.reshape(*decay.shape[:-1], -1) for x in pair) for pair in _products(decay[..., None])]
         start, end = levels[-1]
         padded = start.shape[-1]
         between = jnp.broadcast_to(jnp.eye(padded, dtype=decay.dtype), (*decay.shape[:-1], padded, padded))
         for of_pair, (first, second) in zip(_pairs_by_level(padded), levels, strict=False):
             between = jnp.where(of_pair, first[..., :, None] * second[..., None, :], between)
-        return cls(heads, between[..., :length, :length], start[..., :length], end[..., :length], _logs(log_decay))
+        return cls(heads, between[..., :length, :length], start[..., :length], end[..., :length], _logs(jnp.swapaxes(log_decay, -1, -2)))
 
     @property
     def total(self) -> Array:
@@ -85,13 +86,17 @@ class DecayPerHead(NamedTuple):
 
     @property
     def at_end(self) -> Array:
-        return jnp.exp(self.heads.group_decays(self.row_logs[-1, :, -1:]))
+        return jnp.exp(self.logs[-1, ..., -1, :, None])
+
+    @property
+    def row_logs(self) -> Array:
+        return jnp.moveaxis(self.logs, -2, -3).reshape(*self.logs.shape[:2], self.logs.shape[-2], -1)
 
     def start(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array, Array | None]:
-        unit = jnp.exp(-self.heads.group_decays(self.row_logs))
+        unit = jnp.exp(-self.logs)
         if self.heads.values == 1:
-            return q, k * unit[..., 0, :, None], v, None
-        return q, k, self.heads.times_values(v, jnp.swapaxes(unit, -1, -2)), unit  # keys are shared by several decays
+            return q, k * unit, v, None
+        return q, k, self.heads.times_values(v, unit), jnp.swapaxes(unit, -1, -2)  # keys are shared by several decays
 
     def weights(self, rule: Rule, q: Array, k: Array) -> Array:
         weights = self.heads.split_queries(rule.einsum("nbgxf,nbgcf->nbgxc", q, k))  # [n, B, G, r, C, C]
@@ -113,12 +118,11 @@ class DecayPerFeature(NamedTuple):
     """A factor a token, state head and feature. One group a state head.
 
     Products in halves: of a pair of blocks, what a query of the second reads of a key of the first is
-    (φ(q) ⊙ a_m ⋯ a_t) · (φ(k) ⊙ a_{s+1} ⋯ a_{m-1}), m the second's first token: one matrix product a pair, on
-    log₂(C / LEAF) levels. Blocks of LEAF tokens are summed directly.
+    (φ(q) ⊙ a_m ⋯ a_t) · (φ(k) ⊙ a_{s+1} ⋯ a_{m-1}), m the second's first token: one matrix product a pair, on log₂ C
+    levels, from blocks of one token on.
     """
 
     heads: Heads
-    decay: Array  # [n, B, G, C, F]
     levels: list[tuple[Array, Array]]  # of `_products`
     logs: Array  # [n, B, G, C, F]: L - L°
     row_logs: None = None  # rows have a factor a feature: it is on the queries
@@ -126,8 +130,9 @@ class DecayPerFeature(NamedTuple):
     @classmethod
     def of(cls, heads: Heads, log_decay: Array) -> "DecayPerFeature":
         """Of log decays [n, B, C, N, F]."""
-        decay = jnp.exp(heads.group_keys(lax.stop_gradient(log_decay)))
-        return cls(heads, decay, _products(decay, smallest=LEAF), heads.group_keys(_logs(log_decay)))
+        log_decay = heads.group_keys(log_decay)
+        decay = jnp.exp(lax.stop_gradient(log_decay))
+        return cls(heads, _products(decay), _logs(log_decay))
 
     @property
     def total(self) -> Array:
@@ -141,8 +146,8 @@ class DecayPerFeature(NamedTuple):
         return self.heads.times_time(q, jnp.exp(self.logs)), k * jnp.exp(-self.logs), v, None
 
     def weights(self, rule: Rule, q: Array, k: Array) -> Array:
-        q, k, length = _pad(self.heads.split_queries(q), LEAF), _pad(k, LEAF), k.shape[-2]
-        weights = self._leaves(q, k)
+        q, k, length = _pad(self.heads.split_queries(q)), _pad(k), k.shape[-2]  # [n, B, G, r, C, F] and without r
+        weights = jnp.sum(q * k[:, :, :, None], axis=-1)[..., None, None]  # [n, B, G, r, blocks, tokens, tokens]
         for start, end in self.levels[:-1]:
             half = start.shape[-2]
             q_second = _blocks(q, 2 * half)[..., half:, :] * start[:, :, :, None, 1::2]
@@ -162,47 +167,38 @@ class DecayPerFeature(NamedTuple):
         return NoDecay(self.heads).sums(rule, k * to_end, v, ones)
 
     def _from_start(self) -> Array:
-        return self.levels[-1][0][..., 0, : self.decay.shape[-2], :]
-
-    def _leaves(self, q: Array, k: Array) -> Array:
-        """The weights inside blocks of LEAF tokens, [n, B, G, r, blocks, LEAF, LEAF]."""
-        decay = _blocks(_pad(self.decay, LEAF, 1), LEAF)[:, :, :, None]
-        q, k = _blocks(q, LEAF), _blocks(k, LEAF)[:, :, :, None]
-        diagonals = [jnp.sum(q * k, axis=-1)]  # of the keys 0, 1, … tokens back
-        for back in range(1, LEAF):
-            q, k = q[..., 1:, :], k[..., :-1, :] * decay[..., back:, :]
-            diagonals.append(jnp.sum(q * k, axis=-1))
-        zero = jnp.zeros_like(diagonals[0][..., 0])
-        rows = [[diagonals[t - s][..., s] if s <= t else zero for s in range(LEAF)] for t in range(LEAF)]
-        return jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
+        return self.levels[-1][0][..., 0, : self.logs.shape[-2], :]
 
 
+@jax.custom_jvp
 def _logs(log_decay: Array) -> Array:
-    """L - L° for L the running sum of log decays [n, B, C, …] over all n chunks: zeros, with the derivatives of L."""
-    log_decay = jnp.maximum(log_decay, LOWEST)
-    logs = jnp.cumsum(log_decay - lax.stop_gradient(log_decay), axis=2)
-    before = jnp.cumsum(logs[:, :, -1:], axis=0) - logs[:, :, -1:]
-    return logs + before
+    """L - L° for L the running sum of log decays [n, B, G, C, X] over all n chunks: zeros, with the derivatives of L."""
+    return jnp.where(jnp.zeros((), bool), log_decay, 0)  # as it varies over the axes of `shard_map`
 
 
-def _products(decay: Array, smallest: int) -> list[tuple[Array, Array]]:
-    """What blocks of `smallest` tokens leave, of twice as many, and so on to one block of all.
+@_logs.defjvp
+def _logs_jvp(primals, tangents):
+    (log_decay,), (tangent,) = primals, tangents
+    tangent = jnp.where(log_decay > LOWEST, tangent, 0)
+    length = log_decay.shape[-2]
+    up_to = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), tangent.dtype)), (*log_decay.shape[:3], length, length))
+    logs = jnp.einsum("nbgts,nbgsx->nbgtx", up_to, tangent, precision="highest")  # faster than cumsum, and so its transpose
+    before = jnp.cumsum(logs[..., -1:, :], axis=0) - logs[..., -1:, :]
+    return _logs(log_decay), logs + before
+
+
+def _products(decay: Array) -> list[tuple[Array, Array]]:
+    """What blocks of one token leave, of two, of four, and so on to one block of all.
 
     Args:
-      decay: factors […, C, X]; C is filled up with ones.
-      smallest: tokens of the first level's blocks, a power of two.
+      decay: factors […, C, X]; C is filled up to a power of two with ones.
 
     Returns:
       For each level (start, end), […, blocks, tokens, X]: the product of the factors from the block's first token up to
       each token, and of those after it up to the block's last.
     """
-    blocks = _blocks(_pad(decay, smallest, 1), smallest)
-    rows = [blocks[..., t, :] for t in range(smallest)]
-    starts, ends = [rows[0]], [jnp.ones_like(rows[0])]
-    for t in range(1, smallest):
-        starts.append(starts[-1] * rows[t])
-        ends.insert(0, ends[0] * rows[-t])
-    start, end = jnp.stack(starts, axis=-2), jnp.stack(ends, axis=-2)
+    start = _pad(decay, 1)[..., None, :]
+    end = jnp.ones_like(start)
     levels = [(start, end)]
     while start.shape[-3] > 1:
         first_start, second_start = start[..., ::2, :, :], start[..., 1::2, :, :]
@@ -220,13 +216,13 @@ def _pairs_by_level(length: int) -> list[np.ndarray]:
     return [(t >> level == (s >> level) + 1) & ((t >> level) % 2 == 1) for level in levels]
 
 
-def _pad(x: Array, multiple: int, fill: float = 0) -> Array:
-    """x […, C, X] with C filled up to `multiple` times a power of two."""
+def _pad(x: Array, fill: float = 0) -> Array:
+    """x […, C, X] with C filled up to a power of two."""
     length = x.shape[-2]
-    padding = multiple * (1 << (-(-length // multiple) - 1).bit_length()) - length
+    padding = (1 << (length - 1).bit_length()) - length
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)], constant_values=fill) if padding else x
 
 
 def _blocks(x: Array, size: int) -> Array:
     """[…, C, X] to […, C/size, size, X]."""
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+    return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
