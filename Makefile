@@ -1,18 +1,21 @@
 # make train   a virtual environment, a small model trained in about three minutes, and a sample of what it writes
 # make test    the whole test suite
 # make check   linter, format and types
+# make test-interop   our layers against those of Hugging Face transformers, in an environment with torch, .venv-interop
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
+# A smaller torch, without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-interop
 # Another model: make train CONFIG=configs/softmax.py; other options: make train ARGS="--config.steps=2000 --config.name=long"
 
 VENV := .venv
 BIN := $(VENV)/bin
+INTEROP := .venv-interop
 # The first of these that is new enough makes the environment.
 PYTHONS := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
 CONFIG ?= configs/small.py
 ARGS ?=
 TEST_ARGS ?= -n 2
 
-.PHONY: help train test check lint format format-check types wheel-check clean
+.PHONY: help train test test-interop check lint format format-check types wheel-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -22,6 +25,9 @@ train: $(VENV)/lm.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-interop: $(INTEROP)/interop.stamp
+	$(INTEROP)/bin/python -m pytest tests_interop -rP -q
 
 check: lint format-check types
 
@@ -41,7 +47,7 @@ wheel-check: $(VENV)/dev.stamp
 	$(BIN)/python scripts/check_wheel.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) build dist .pytest_cache .ruff_cache .hypothesis
 
 # A stamp is as new as its last installation, so that a second call has nothing to do.
 $(VENV)/lm.stamp: pyproject.toml | $(BIN)/python
@@ -54,12 +60,17 @@ $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(VENV)/lm.stamp
 
-$(BIN)/python:
+$(INTEROP)/interop.stamp: pyproject.toml | $(INTEROP)/bin/python
+	@echo "installing the project with torch and transformers (some minutes)"
+	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[interop]'
+	@touch $@
+
+$(BIN)/python $(INTEROP)/bin/python:
 	@for python in $(PYTHONS); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    echo "making $(VENV) with $$($$python --version)"; \
-	    $$python -m venv $(VENV) && exit 0; \
-	    rm -rf $(VENV); \
+	    echo "making $(@:/bin/python=) with $$($$python --version)"; \
+	    $$python -m venv $(@:/bin/python=) && exit 0; \
+	    rm -rf $(@:/bin/python=); \
 	    echo "error: $$python could not make a virtual environment (see above; on Debian and Ubuntu: apt install python3-venv)" >&2; \
 	    exit 1; \
 	  fi; \

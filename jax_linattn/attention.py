@@ -5,11 +5,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, dtypes
 
 from jax_linattn import checks, feature_maps
 from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.forms import associative, chunked, quadratic, recurrent
+from jax_linattn.forms.heads import repeat_heads
 from jax_linattn.forms.tokens import Rule, Tokens, count_runs, decays_per_feature, enter_state
 from jax_linattn.selection import select_chunk_size, select_implementation
 from jax_linattn.state import LinearAttentionState, empty_state, unmark_empty, vary_with
@@ -80,9 +82,9 @@ def linear_attention(
       normalize: divide by the sum of weights.
       eps: added to that sum; the exact ratio needs none.
       scale: with ``normalize=False`` alone, a factor on the output; None = 1.
-      log_decay: causal only, the natural log of the decay a_t of each token, <= 0 (documented, not checked): per head [N] or
-        [B, T, N], or per feature [B, T, N, F], in any float dtype; unbatched without B. Token s counts a_{s+1} ⋯ a_t at t, in
-        both sums; -inf forgets all before the token. A masked token decays nothing.
+      log_decay: causal only, the natural log of the decay a_t of each token, <= 0 (documented, not checked): per head [N]
+        or [B, T, N], or per feature [B, T, N, F], in any float dtype; unbatched without B. Token s counts a_{s+1} ⋯ a_t at
+        t, in both sums; -inf forgets all before the token. A masked token decays nothing.
       segment_ids: int [B, T], runs of equal ids that do not come back (not checked; causal, a returning id would be a new
         run): a query sees keys with its id alone, so packed documents stay apart. Not causal: also a pair (query ids
         [B, T], key ids [B, S]). Unbatched without B.
@@ -145,7 +147,9 @@ def causal_linear_attention(
 
         S_t = a_t ⊙ S_{t-1} + φ(k_t) v_tᵀ,  Z_t = a_t ⊙ Z_{t-1} + φ(k_t),  o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ Z_t
 
-    or o_t = scale · φ(q_t)ᵀ S_t with ``normalize=False``; a_t = exp(log_decay_t), 1 without one. Splitting a sequence anywhere and carrying the state changes
+    or o_t = scale · φ(q_t)ᵀ S_t with ``normalize=False``; a_t = exp(log_decay_t), 1 without one.
+
+    Splitting a sequence anywhere and carrying the state changes
     nothing. Arguments not listed are those of `linear_attention`; input is batched.
 
     Args:
@@ -253,7 +257,8 @@ def attention_weights(
     Its arguments are those of `linear_attention`, and the weights times the values are its output.
 
     Returns:
-      [B, max(H, K), T, S] in the dtype of query; unbatched without B. A query that sees no key has a row of 0.
+      [B, max(H, N), T, S] in the dtype of query, N = K, or as many heads as log_decay has; unbatched without B. A query
+      that sees no key has a row of 0.
 
     Raises:
       ValueError: naming the argument, what it got and what would be right.
@@ -263,7 +268,12 @@ def attention_weights(
     hiding = Hiding(mask, segment_ids, query_seq_lengths, key_value_seq_lengths)
     hiding = Hiding(*map(checks.add_batch, hiding)) if unbatched else hiding
     rule = _rule(feature_map, True, eps, None, precision)
-    tokens = _tokens(query, key, key, hiding, is_causal, log_decay, unbatched)
+    value = key  # not read: it stands for as many state heads as the decay has
+    if log_decay is not None and np.ndim(log_decay) > 0:
+        per_feature = log_decay.ndim == key.ndim - unbatched
+        num_heads, num_key = log_decay.shape[-2 if per_feature else -1], key.shape[-2]
+        value = repeat_heads(key, num_heads) if num_heads > num_key and num_heads % num_key == 0 else key
+    tokens = _tokens(query, key, value, hiding, is_causal, log_decay, unbatched)
     weights = quadratic.row_weights(tokens, _checked_state(None, tokens, rule), rule, is_causal)
     return weights[0] if unbatched else weights
 

@@ -210,8 +210,8 @@ def log_decay(log_decay, leading: tuple[int, ...], num_heads: int, axes: str, un
     passed = leading[1:] if unbatched else leading
     letters = axes.replace("B, ", "") if unbatched else axes
     accepted = (
-        f"log_decay must be a floating-point array per head, [N] = ({num_heads},) or {letters} = {(*passed, num_heads)}, or "
-        f"per feature, {letters[:-1]}, F] = {(*passed, num_heads, 'F')}, N = max(K, V); got "
+        f"log_decay must be a floating-point array per head, [N] = ({num_heads},) or {letters} = {(*passed, num_heads)}, "
+        f"or per feature, {letters[:-1]}, F] = {(*passed, num_heads, 'F')}, N = max(K, V); got "
         f"{dtype or type(log_decay).__name__} {shape}"
     )
     require(dtype is not None and jnp.issubdtype(dtype, jnp.floating), accepted)

@@ -3,8 +3,10 @@
     python scripts/benchmark.py --lengths 256,1024,4096
     python scripts/benchmark.py --lengths 1024,65536 --forms chunked --memory-only
     python scripts/benchmark.py --decode --lengths 100,1000,10000,100000
+    python scripts/benchmark.py --decay
 
 With --decode: a token of the language model of configs/small.py at these positions, linear beside softmax attention.
+With --decay: the chunked form with a decay per head and per feature, beside the same without, over four shapes.
 Contestants are timed in turn in one process and the minimum of several rounds is printed, so that noise hits all alike.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jax_linattn
@@ -30,8 +33,9 @@ def contestants(forms: list[Any]) -> dict:
 
 
 def with_gradients(attention):
-    def run(query, key, value, cotangent):
-        output, pullback = jax.vjp(attention, query, key, value)
+    def run(*arguments):
+        *inputs, cotangent = arguments
+        output, pullback = jax.vjp(attention, *inputs)
         return output, pullback(cotangent)
 
     return run
@@ -42,7 +46,7 @@ def compile_all(functions: dict, arguments) -> dict:
     compiled = {}
     for name, attention in functions.items():
         for kind, function, args in (
-            ("forward", attention, arguments[:3]),
+            ("forward", attention, arguments[:-1]),
             ("gradient", with_gradients(attention), arguments),
         ):
             start = time.perf_counter()
@@ -105,6 +109,35 @@ def benchmark_decoding(positions: list[int], batch: int, rounds: int) -> None:
         print(f"{name:9} {position:8} {microseconds:10.1f} {ratio:7.2f} {size:12,}")
 
 
+DECAY_SHAPES = [(2, 1024, 4, 64), (2, 8192, 4, 64), (2, 4096, 4, 128), (8, 512, 8, 32)]  # B T H D
+
+
+def benchmark_decay(rounds: int, dtype) -> None:
+    """Prints times with decay as ratios to those without, and their geometric mean over the shapes."""
+    attend = functools.partial(jax_linattn.linear_attention, is_causal=True, implementation="chunked")
+    functions = {
+        "none": lambda q, k, v, g: attend(q, k, v),
+        "head": lambda q, k, v, g: attend(q, k, v, log_decay=g[..., 0]),
+        "feature": lambda q, k, v, g: attend(q, k, v, log_decay=g),
+    }
+    ratios = {}
+    print(f"{'B T H D':14} {'decay':8} {'pass':9} {'ms':>9} {'×none':>6} {'temporaries MB':>14}")
+    for shape in DECAY_SHAPES:
+        q, k, v, g, cotangent = (jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(0), 5))
+        log_decay = jax.nn.log_sigmoid(g.astype(jnp.float32))
+        compiled = compile_all(functions, (q, k, v, log_decay, cotangent))
+        best = best_times(compiled, rounds)
+        for (name, kind), (executable, _, _) in compiled.items():
+            ratio = best[name, kind] / best["none", kind]
+            ratios.setdefault((name, kind), []).append(ratio)
+            temporaries = executable.memory_analysis().temp_size_in_bytes / 1e6
+            row = f"{' '.join(map(str, shape)):14} {name:8} {kind:9} {best[name, kind] * 1e3:9.2f} {ratio:6.2f}"
+            print(f"{row} {temporaries:14.1f}")
+    for (name, kind), values in ratios.items():
+        if name != "none":
+            print(f"geometric mean {name:8} {kind:9} {np.exp(np.mean(np.log(values))):26.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="64,256,1024,4096", help="T, separated by commas")
@@ -116,11 +149,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--memory-only", action="store_true", help="compile and print temporaries; softmax left out")
     parser.add_argument("--decode", action="store_true", help="time a token of the language model at positions --lengths")
+    parser.add_argument("--decay", action="store_true", help="time decay per head and per feature beside none")
     options = parser.parse_args()
 
     if options.decode:
         print(f"jax {jax.__version__} on {jax.default_backend()}; B={options.batch}, the model of configs/small.py")
         return benchmark_decoding([int(length) for length in options.lengths.split(",")], options.batch, options.rounds)
+    if options.decay:
+        print(f"jax {jax.__version__} on {jax.default_backend()}; {options.dtype}, the default feature map")
+        return benchmark_decay(options.rounds, jnp.dtype(options.dtype))
     functions = contestants(options.forms.split(","))
     if options.memory_only:
         del functions["softmax"]

@@ -55,6 +55,7 @@ class Visible(NamedTuple):
     token: np.ndarray  # bool [B, S]: False = the key does not exist
     last: np.ndarray  # bool [B, S]: the key is in the state that is handed on
     state_lasts: np.ndarray  # bool [B]: the carried state is, too
+    starts: np.ndarray  # bool [B, S]: the key's run is another than that of what comes before it
 
 
 def visible(
@@ -87,7 +88,9 @@ def visible(
         sees[b, t, s] = token[b, s] and query_ids[b, t] == key_ids[b, s] and (s <= t or not is_causal)
     state = query_ids[:, :num_queries] == first_ids[:, None]
     last_ids = key_ids[:, num_keys - 1] if num_keys else first_ids
-    return Visible(sees, state, row, token, token & (key_ids == last_ids[:, None])[:, :num_keys], first_ids == last_ids)
+    lasts = token & (key_ids == last_ids[:, None])[:, :num_keys]
+    starts = key_ids[:, :num_keys] != np.concatenate([first_ids[:, None], key_ids[:, : max(num_keys - 1, 0)]], axis=1)
+    return Visible(sees, state, row, token, lasts, first_ids == last_ids, starts)
 
 
 # --- the loops --------------------------------------------------------------------------------------------------------
@@ -139,6 +142,53 @@ def attention(query, key, value, kv, key_sum, seen: Visible, *, feature_map, nor
             new_kv[:, n] += k_s[:, :, None] * v[:, s, None, :]
             new_key_sum[:, n] += k_s
     return output, new_kv, new_key_sum
+
+
+def recurrence(
+    query, key, value, log_decay, kv, key_sum, seen: Visible, *, feature_map, normalize=True, eps=0.0, scale=1.0
+):
+    """Causal attention with decay, token by token: S = a S + φ(k) vᵀ, Z = a Z + φ(k); results as `attention`.
+
+    `log_decay` is [B, T, N] or [B, T, N, F].
+    """
+    batch, length, num_query_heads, _ = query.shape
+    num_key_heads, num_value_heads = key.shape[2], value.shape[2]
+    num_state_heads = kv.shape[1]
+    num_heads = max(num_query_heads, num_state_heads)
+    phi_q = feature_map(np.where(seen.row[..., None, None], query, 0))
+    phi_k = feature_map(np.where(seen.token[..., None, None], key, 0))
+    value = np.where(seen.token[..., None, None], value, 0)
+    decay = np.exp(log_decay if log_decay.ndim == 4 else log_decay[..., None])
+    kind = np.result_type(phi_q, phi_k, value, decay, kv, np.float64)
+    kv, key_sum = kv.astype(kind), key_sum.astype(kind)
+    output = np.zeros((batch, length, num_heads, value.shape[-1]), kind)
+    for t in range(length):
+        kv = np.where(seen.starts[:, t, None, None, None], 0, kv)
+        key_sum = np.where(seen.starts[:, t, None, None], 0, key_sum)
+        for n in range(num_state_heads):
+            k, v = phi_k[:, t, n * num_key_heads // num_state_heads], value[:, t, n * num_value_heads // num_state_heads]
+            kept = seen.token[:, t, None]
+            a, k = np.where(kept, decay[:, t, n], 1), np.where(kept, k, 0)
+            kv[:, n] = a[..., None] * kv[:, n] + k[:, :, None] * v[:, None, :]
+            key_sum[:, n] = a * key_sum[:, n] + k
+        for m in range(num_heads):
+            n, q = m * num_state_heads // num_heads, phi_q[:, t, m * num_query_heads // num_heads]
+            numerator, denominator = np.einsum("bf,bfe->be", q, kv[:, n]), np.sum(q * key_sum[:, n], axis=-1) + eps
+            empty = denominator == 0
+            quotient = np.where(empty[:, None], 0, numerator / np.where(empty, 1, denominator)[:, None])
+            output[:, t, m] = np.where(seen.row[:, t, None], quotient if normalize else scale * numerator, 0)
+    return output, kv, key_sum
+
+
+def exponential(q, k, v, log_decay=0.0):
+    """Causal attention with φ = exp in log space, one head [T, D], [T, D], [T, E]: any size of q and k."""
+    output = np.zeros((len(q), v.shape[-1]))
+    for t in range(len(q)):
+        logs = q[t] + k[: t + 1]  # [s, F]: the log of each product of features
+        logs = logs + log_decay * (t - np.arange(t + 1))[:, None]
+        weights = np.exp(logs - logs.max()).sum(axis=-1)
+        output[t] = weights @ v[: t + 1] / weights.sum()
+    return output
 
 
 def one_head(q, k, v):

@@ -204,19 +204,6 @@ def test_unknown_arguments_are_no_silent_options():
         linear_attention(Q, KEY, V, np.ones((B, T), bool))  # the fourth of jax.nn.dot_product_attention is a bias
 
 
-def test_what_is_not_there_yet_says_so():
-    decay = np.zeros(K, np.float32)
-    for call in (
-        lambda: whole(is_causal=True, log_decay=decay),
-        lambda: causal(log_decay=decay),
-        lambda: step(log_decay=decay),
-    ):
-        with pytest.raises(NotImplementedError, match="log_decay"):
-            call()
-    with pytest.raises(NotImplementedError, match="log_scale"):
-        causal(feature_map=lambda x: (x, jnp.sum(x, axis=-1)))
-
-
 def test_nothing_is_read_to_the_host():
     """Values are documented, not checked: every argument may be traced, and a length beyond T is no error."""
     lengths = np.array([100, -1])

@@ -99,8 +99,8 @@ def features(tokens: Tokens, carry: Carry, rule: Rule, heads: Heads):
     """
     (q, query_scale), (k, key_scale) = query_features(rule, tokens), key_features(rule, tokens)
     log_decay, per_feature = log_decays(tokens), decays_per_feature(tokens)
-    if key_scale is not None:
-        k, log_decay, key_scale = _relative(k, key_scale, log_decay, tokens, carry)
+    if key_scale is not None and carry.log_scale is not None:
+        k, log_decay, key_scale = _relative(k, key_scale, log_decay, tokens, carry.run, carry.log_scale)
     if log_decay is None:
         decay = NoDecay(heads)
     else:
@@ -119,17 +119,19 @@ def _repeat_keys(k: Array, key_scale: Array, num_heads: int) -> tuple[Array, Arr
     return repeat_heads(k, num_heads), repeat_heads(key_scale[..., None], num_heads)[..., 0]
 
 
-def _relative(k: Array, key_scale: Array, log_decay: Array | None, tokens: Tokens, carry: Carry):
+def _relative(k: Array, key_scale: Array, log_decay: Array | None, tokens: Tokens, run: Array | None, before: Array):
     """(keys relative to the running scale, the decay that this makes, the running scale after each token)."""
-    k, key_scale = _repeat_keys(k, key_scale, carry.log_scale.shape[-1])
+    k, key_scale = _repeat_keys(k, key_scale, before.shape[-1])
     per_feature = decays_per_feature(tokens)
     log_decay = jnp.zeros_like(key_scale) if log_decay is None else log_decay
-    if carry.run is not None:
+    if run is not None:
         runs = tokens.key_segment
-        previous = jnp.concatenate([jnp.concatenate([carry.run[None], runs[:-1, :, -1]])[..., None], runs[..., :-1]], axis=-1)
+        last_of_chunks = jnp.concatenate([run[None], runs[:-1, :, -1]])
+        previous = jnp.concatenate([last_of_chunks[..., None], runs[..., :-1]], axis=-1)
         starts = (runs != previous).reshape(*runs.shape, *[1] * (log_decay.ndim - runs.ndim))
         log_decay = jnp.where(starts, -jnp.inf, log_decay)
-    before, after = scale.after_tokens(carry.log_scale, key_scale, jnp.max(log_decay, axis=-1) if per_feature else log_decay)
+    largest = jnp.max(log_decay, axis=-1) if per_feature else log_decay
+    before, after = scale.after_tokens(before, key_scale, largest)
     move = before - after
     return k * jnp.exp(key_scale - after)[..., None], log_decay + (move[..., None] if per_feature else move), after
 

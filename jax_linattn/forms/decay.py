@@ -5,7 +5,7 @@ Three kinds of one protocol, over n chunks of C tokens with grouped heads (`head
   start(q, k, v)               the same with what the derivative of the decay needs, and the ones that are summed beside v
                                for the normaliser, [n, B, G, b, C], or None for ones
   row_logs                     what is to be added to the log of each row's scale, [n, B, C, N], or None
-  weights(rule, q, k)          [n, B, G, b or 1, r·C, C]: what a query reads of each key of its chunk; meant for s <= t alone
+  weights(rule, q, k)          [n, B, G, b or 1, r·C, C]: what a query reads of each key of its chunk; right for s <= t
   read(rule, q, sums)          φ(q)ᵀS [n, B, G, r·C, b·E] and φ(q)ᵀZ [n, B, G, r·C, b] of the sums before the chunk
   sums(rule, k, v, ones)       S and Z that the chunk adds, as they are at its end
   total                        the share of the sums before that is left at its end, [n, B, G, b or 1, F or 1]; None = all
@@ -17,8 +17,9 @@ is 0 to rounding, and a = 0 forgets exactly.
 
 The products are constants to every derivative, which goes another way. With L_t = log a_1 + … + log a_t, and L° the same
 number as a constant, the product is itself times exp(L_t - L°_t) / exp(L_s - L°_s). Both factors are 1 and have the right
-derivatives, of every order; they belong to one token each. So they go to the row of the output and to the key: a gradient
-costs C·F numbers a chunk and not C². In the exact ratio the row's factor cancels, and costs nothing.
+derivatives, of every order; they belong to one token each. So they go to the query and to the key: a gradient costs C·F
+numbers a chunk and not C². What a token reads of itself goes out of the two again, with its rounding errors: where keys are
+shared by heads of different decay, the factors go to the row of the output and to the value, with the same effect.
 """
 
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class NoDecay(NamedTuple):
     def read(self, rule: Rule, q: Array, sums: Sums) -> tuple[Array, Array]:
         return rule.einsum("nbgxf,nbgfe->nbgxe", q, sums.kv), rule.einsum("nbgxf,nbgvf->nbgxv", q, sums.key_sum)
 
-    def sums(self, rule: Rule, k: Array, v: Array, ones: None = None) -> Sums:
+    def sums(self, rule: Rule, k: Array, v: Array, ones: Array | None = None) -> Sums:
         del ones
         key_sum = jnp.broadcast_to(jnp.sum(k, axis=-2)[..., None, :], (*k.shape[:3], self.heads.values, k.shape[-1]))
         return Sums(rule.einsum("nbgcf,nbgce->nbgfe", k, v), key_sum)
@@ -78,7 +79,13 @@ class DecayPerHead(NamedTuple):
         between = jnp.broadcast_to(jnp.eye(padded, dtype=decay.dtype), (*decay.shape[:-1], padded, padded))
         for of_pair, (first, second) in zip(_pairs_by_level(padded), levels, strict=False):
             between = jnp.where(of_pair, first[..., :, None] * second[..., None, :], between)
-        return cls(heads, between[..., :length, :length], start[..., :length], end[..., :length], _logs(jnp.swapaxes(log_decay, -1, -2)))
+        return cls(
+            heads,
+            between[..., :length, :length],
+            start[..., :length],
+            end[..., :length],
+            _logs(jnp.swapaxes(log_decay, -1, -2)),
+        )
 
     @property
     def total(self) -> Array:
@@ -89,13 +96,15 @@ class DecayPerHead(NamedTuple):
         return jnp.exp(self.logs[-1, ..., -1, :, None])
 
     @property
-    def row_logs(self) -> Array:
+    def row_logs(self) -> Array | None:
+        if self.heads.values == 1:
+            return None
         return jnp.moveaxis(self.logs, -2, -3).reshape(*self.logs.shape[:2], self.logs.shape[-2], -1)
 
     def start(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array, Array | None]:
         unit = jnp.exp(-self.logs)
         if self.heads.values == 1:
-            return q, k * unit, v, None
+            return self.heads.times_time(q, jnp.exp(self.logs)), k * unit, v, None
         return q, k, self.heads.times_values(v, unit), jnp.swapaxes(unit, -1, -2)  # keys are shared by several decays
 
     def weights(self, rule: Rule, q: Array, k: Array) -> Array:
@@ -162,7 +171,7 @@ class DecayPerFeature(NamedTuple):
     def read(self, rule: Rule, q: Array, sums: Sums) -> tuple[Array, Array]:
         return NoDecay(self.heads).read(rule, self.heads.times_time(q, self._from_start()), sums)
 
-    def sums(self, rule: Rule, k: Array, v: Array, ones: None) -> Sums:
+    def sums(self, rule: Rule, k: Array, v: Array, ones: Array | None) -> Sums:
         to_end = self.levels[-1][1][..., 0, : k.shape[-2], :]
         return NoDecay(self.heads).sums(rule, k * to_end, v, ones)
 
@@ -210,7 +219,7 @@ def _products(decay: Array) -> list[tuple[Array, Array]]:
 
 
 def _pairs_by_level(length: int) -> list[np.ndarray]:
-    """For each level, which (t, s) have t in the second and s in the first block of a pair, bool [1, 1, 1, 1, length, length]."""
+    """For each level, which (t, s) have t in the second and s in the first block of a pair: bool, the last two axes."""
     t, s = np.arange(length)[:, None], np.arange(length)[None, None, None, None, None, :]
     levels = range(length.bit_length() - 1)
     return [(t >> level == (s >> level) + 1) & ((t >> level) % 2 == 1) for level in levels]

@@ -4,6 +4,7 @@ G groups of one key head each; in a group, either `r` query heads read one state
 heads. So H = G·r, K = G, N = G·b and M = G·r·b, after what does not divide so has been repeated.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -84,8 +85,8 @@ class Heads(NamedTuple):
         return jnp.where(factor == 0, 0, split * factor).reshape(x.shape)
 
     def weigh_values(self, rule: Rule, weights: Array, v: Array, ones: Array | None = None) -> tuple[Array, Array]:
-        """Weights […, G, b or 1, r·C, S] times values […, G, S, b·E], […, G, r·C, b·E]; and times ones […, G, b, S], or just
-        summed, […, G, r·C, b or 1]."""
+        """Weights […, G, b or 1, r·C, S] times values […, G, S, b·E], as […, G, r·C, b·E]; and times ones […, G, b, S] or
+        just summed, as […, G, r·C, b or 1]."""
         weighed = weights if ones is None else weights * ones[..., None, :]
         denominator = jnp.swapaxes(jnp.sum(weighed, axis=-1), -1, -2)
         if weights.shape[-3] == 1:
@@ -94,13 +95,11 @@ class Heads(NamedTuple):
         numerator = rule.einsum("...vxc,...cve->...xve", weights, v)
         return numerator.reshape(*numerator.shape[:-2], -1), denominator
 
-    def group_scales(self, scales: list[Array | None]) -> Array | None:
+    def group_scales(self, scales: Sequence[Array | None]) -> Array | None:
         """The sum of logs […, T or 1, H or N], of which any may be None, as rows […, G, r·T, b]."""
-        num_outputs = self.groups * self.queries * self.values
-        scales = [repeat_heads(x[..., None], num_outputs)[..., 0] for x in scales if x is not None]
-        if not scales:
+        rows = sum_scales(scales, self.groups * self.queries * self.values)
+        if rows is None:
             return None
-        rows = sum(scales[1:], scales[0])
         rows = rows.reshape(*rows.shape[:-1], self.groups, self.queries, self.values)
         rows = jnp.moveaxis(rows, -4, -2)  # […, G, r, T, b]
         return rows.reshape(*rows.shape[:-3], -1, self.values)
@@ -138,3 +137,13 @@ def repeat_heads(x: Array, num_heads: int) -> Array:
     """[…, heads, F] to […, num_heads, F], each head repeated in place."""
     assert num_heads % x.shape[-2] == 0, (num_heads, x.shape)
     return x if x.shape[-2] == num_heads else jnp.repeat(x, num_heads // x.shape[-2], axis=-2)
+
+
+def sum_scales(scales: Sequence[Array | None], num_heads: int) -> Array | None:
+    """The sum of logs […, heads], each for fewer heads or as many, as […, num_heads]; None for no logs."""
+    total = None
+    for scale in scales:
+        if scale is not None:
+            scale = repeat_heads(scale[..., None], num_heads)[..., 0]
+            total = scale if total is None else total + scale
+    return total

@@ -50,8 +50,8 @@ def row_weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, is_caus
 
 
 def _weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, heads: Heads, is_causal: bool):
-    """(φ(q)·φ(k) with its decay [1, B, G, b or 1, r·T, S], 0 where a query does not see a key; and as `chunks.features`, the
-    logs of what queries and keys are relative to)."""
+    """(φ(q)·φ(k) with its decay [1, B, G, b or 1, r·T, S], 0 where a query does not see a key; and the logs of what queries
+    and keys are relative to, for `Heads.group_scales`)."""
     carry = chunks.start(rule, tokens, state, heads)
     tokens = jax.tree.map(lambda x: x[None], tokens)
     visible = jnp.ones((1, 1, 1, 1), bool)
@@ -62,7 +62,7 @@ def _weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, heads: Hea
         visible = jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool))
     else:
         (q, query_scale), (k, key_scale) = query_features(rule, tokens), key_features(rule, tokens)
-        if key_scale is not None:
+        if key_scale is not None and carry.log_scale is not None:
             k, largest = chunks.relative_to_largest(k, key_scale, carry.log_scale)
             key_scale = largest[None, :, None]
         q, k, decay, ones = heads.group_queries(q), heads.group_keys(k), NoDecay(heads), None

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_linattn.forms.heads import repeat_heads
+from jax_linattn.forms.heads import repeat_heads, sum_scales
 from jax_linattn.forms.ratio import finish
 from jax_linattn.forms.scale import after_token
 from jax_linattn.forms.tokens import (
@@ -80,17 +80,18 @@ def step(state: LinearAttentionState, token: Tokens, rule: Rule) -> tuple[Linear
     num_outputs = max(num_heads, q.shape[-2])
     rows = (batch, num_heads, num_outputs // num_heads)
     q = repeat_heads(q, num_outputs).reshape(*rows, -1)
-    scales = [query_scale] if query_scale is not None else []
-    scales += [state.log_scale] if key_scale is not None else []
-    log_scale = sum(repeat_heads(x[..., None], num_outputs).reshape(rows) for x in scales) if scales else None
+    log_scale = sum_scales([query_scale, None if key_scale is None else state.log_scale], num_outputs)
+    log_scale = None if log_scale is None else log_scale.reshape(rows)
     numerator, denominator = rule.einsum("bnrf,bnfe->bnre", q, state.kv), rule.einsum("bnrf,bnf->bnr", q, state.key_sum)
     output = finish(rule, numerator, denominator, log_scale).reshape(batch, num_outputs, -1)
     return state, clean(output, token.query_mask).astype(token.value.dtype)
 
 
 def _restart(state: LinearAttentionState, where: Array) -> LinearAttentionState:
-    new = LinearAttentionState(kv=0, key_sum=0, log_scale=NOTHING)
-    return jax.tree.map(lambda x, new: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), new, x), state, new)
+    def restart(x, new):
+        return jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), new, x)
+
+    return LinearAttentionState(restart(state.kv, 0), restart(state.key_sum, 0), restart(state.log_scale, NOTHING))
 
 
 def _block_length(length: int) -> int:

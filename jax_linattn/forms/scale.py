@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-
 def after_token(before: Array, log_scale: Array, log_decay: Array | float = 0.0) -> Array:
     """m_t from m_{t-1}."""
     return lax.stop_gradient(jnp.maximum(before + log_decay, log_scale))

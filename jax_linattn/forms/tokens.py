@@ -72,7 +72,7 @@ FILL = 1
 
 
 def key_features(rule: Rule, tokens: Tokens) -> tuple[Array, Array | None]:
-    """φ(k) [..., K, F], 0 for a masked token, and the log of the scale that is apart, [..., K], NOTHING for a masked one."""
+    """φ(k) [..., K, F], 0 for a masked token, and the log of the scale that is apart, [..., K], there NOTHING."""
     _, key_map = feature_maps.split(rule.feature_map)
     features, log_scale = _apart(key_map(clean(tokens.key, tokens.key_mask, FILL)))
     if log_scale is not None and tokens.key_mask is not None:
@@ -112,7 +112,9 @@ def log_decays(tokens: Tokens) -> Array | None:
     log_decay = log_decay.astype(accumulator_dtype(tokens.key.dtype))
     if tokens.key_mask is None:
         return log_decay
-    return jnp.where(tokens.key_mask.reshape(*tokens.key_mask.shape, *[1] * (log_decay.ndim - tokens.key_mask.ndim)), log_decay, 0)
+    return jnp.where(
+        tokens.key_mask.reshape(*tokens.key_mask.shape, *[1] * (log_decay.ndim - tokens.key_mask.ndim)), log_decay, 0
+    )
 
 
 def decays_per_feature(tokens: Tokens) -> bool:
