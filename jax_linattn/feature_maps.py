@@ -159,8 +159,8 @@ FavorKind = Literal["positive", "hyperbolic", "trig"]
 class FavorPlus:
     """The random feature map of `favor_plus`: ``projection [F', D]`` is a leaf, drawn once.
 
-    Called, it gives the plain features, whose products estimate exp(x·y/√D) without bias. `apart` gives the same features
-    with each row's size apart, as ``(features, log_scale)``, which is what attention takes of queries and keys.
+    Called, it gives the plain features, whose products estimate exp(x·y/√D) without bias. `query` and `key` give the same
+    features with each row's size apart, as ``(features, log_scale)``, which is what attention takes.
     """
 
     projection: Array
@@ -169,9 +169,11 @@ class FavorPlus:
     def __call__(self, x: Array) -> Array:
         return _in_float32(self._unscaled)(x)
 
-    def apart(self, x: Array) -> tuple[Array, Array]:
+    def query(self, x: Array) -> tuple[Array, Array]:
         features, log_scale = self._scaled(x.astype(accumulator_dtype(x.dtype)))
         return features.astype(x.dtype), log_scale
+
+    key = query
 
     def _scaled(self, x: Array) -> tuple[Array, Array]:
         dim = self.projection.shape[-1]
@@ -303,7 +305,7 @@ def split(feature_map) -> tuple[Map, Map]:
     if isinstance(feature_map, FeatureMap):
         return split(feature_map.query)[0], split(feature_map.key)[1]
     if isinstance(feature_map, FavorPlus):
-        return feature_map.apart, feature_map.apart
+        return feature_map.query, feature_map.key
     if feature_map is exp or (isinstance(feature_map, jax.tree_util.Partial) and feature_map.func is exp):
         return _exp_apart, _exp_apart
     return feature_map, feature_map
