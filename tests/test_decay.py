@@ -171,7 +171,7 @@ def test_zero_and_minus_infinity(form, kind):
         mask = resets.reshape(batch, length, *[1] * (len(shape) - 2))
         by_decay = run(jnp.where(mask, -jnp.inf, zero), one_run)
         by_segment = run(zero, jnp.cumsum(jnp.asarray(resets), axis=1))
-        plain = causal_linear_attention(q, k, v, **form.options())[::-1]
+        plain = quick_jit(lambda *args: causal_linear_attention(*args, **form.options())[::-1])(q, k, v)
         no_decay = run(zero, one_run)[0]
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(by_decay))
     for got, want in zip(jax.tree.leaves(by_decay)[:-1], jax.tree.leaves(by_segment)[:-1], strict=True):
@@ -201,29 +201,29 @@ def test_strong_decay_over_many_tokens(kind):
         assert all(np.all(np.isfinite(x.astype(jnp.float32))) for x in gradients)
 
 
-@pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
-@kinds
-def test_forward_over_reverse(form, kind):
-    """jvp, vmap and the second derivative of the decay agree with the recurrent form's."""
+@functools.cache
+def _second_derivative(form, kind):
+    """The gradient of the decay, and its derivative along three directions at once."""
     batch, length, heads, dim = 1, 5, 2, 2
-    q, k, v = (jnp.asarray(x) for x in normal(8, *[(batch, length, heads, dim)] * 3, dtype=np.float64))
-    log_decay = jnp.asarray(gates("sigmoid", kind, batch, length, heads, dim))
-    directions = jnp.asarray(np.random.default_rng(1).standard_normal((3, *log_decay.shape)))
+    with x64():
+        q, k, v = (jnp.asarray(x) for x in normal(8, *[(batch, length, heads, dim)] * 3, dtype=np.float64))
+        log_decay = jnp.asarray(gates("sigmoid", kind, batch, length, heads, dim))
+        directions = jnp.asarray(np.random.default_rng(1).standard_normal((3, *log_decay.shape)))
 
-    def second(form):
         def loss(log_decay):
             output = linear_attention(q, k, v, log_decay=log_decay, is_causal=True, **form.options())
             return jnp.sum(jnp.sin(output))
 
-        return jax.vmap(lambda d: jax.jvp(jax.grad(loss), (log_decay,), (d,)))(directions)
+        return quick_jit(jax.vmap(lambda d: jax.jvp(jax.grad(loss), (log_decay,), (d,))))(directions)
 
-    with x64():
-        got, want = (
-            quick_jit(functools.partial(second, form))(),
-            quick_jit(functools.partial(second, Form("recurrent", 2)))(),
-        )
-    for x, y in zip(got, want, strict=True):
-        assert_close(x, y, gradient=True)
+
+@pytest.mark.parametrize("form", [form for form in ONE_OF_EACH if form.implementation != "recurrent"], ids=str)
+@kinds
+def test_forward_over_reverse(form, kind):
+    """jvp, vmap and the second derivative of the decay agree with the recurrent form's."""
+    wanted = _second_derivative(Form("recurrent", 2), kind)
+    for got, want in zip(_second_derivative(form, kind), wanted, strict=True):
+        assert_close(got, want, gradient=True)
 
 
 @kinds
@@ -233,16 +233,18 @@ def test_splits_and_steps(kind):
     q, k, v = normal(4, *[(batch, length, heads, dim)] * 3)
     log_decay = gates("half", kind, batch, length, heads, dim, dtype=np.float32)
     mask = np.random.default_rng(0).random((batch, length)) < 0.7
-    want_state, want = causal_linear_attention(q, k, v, log_decay=log_decay, mask=mask)
+    attend = quick_jit(lambda *args, **options: causal_linear_attention(*args, **options))
+    step = quick_jit(lambda *args, **options: linear_attention_step(*args, **options))
+    want_state, want = attend(q, k, v, log_decay=log_decay, mask=mask)
     state, outputs = None, []
     for start, end in ((0, 5), (5, 9)):
         part = [x[:, start:end] for x in (q, k, v)]
         options = {"log_decay": log_decay[:, start:end], "mask": mask[:, start:end]}
-        state, output = causal_linear_attention(*part, state=state, **options)
+        state, output = attend(*part, state=state, **options)
         outputs.append(output)
     for t in range(9, length):
         token = [x[:, t] for x in (q, k, v)]
-        state, output = linear_attention_step(state, *token, log_decay=log_decay[:, t], mask=mask[:, t])
+        state, output = step(state, *token, log_decay=log_decay[:, t], mask=mask[:, t])
         outputs.append(output[:, None])
     assert_close(jnp.concatenate(outputs, axis=1), want)
     for got, wanted in zip(state, want_state, strict=True):
@@ -270,10 +272,11 @@ def test_weights(kind):
     for num_query, num_key, num_state in ((4, 2, 2), (2, 2, 4)):
         q, k, v = normal(9, *[(batch, length, heads, dim) for heads in (num_query, num_key, num_state)])
         log_decay = gates("half", kind, batch, length, num_state, dim, dtype=np.float32)
-        weights = attention_weights(q, k, log_decay=log_decay, is_causal=True)
+        weights = quick_jit(lambda q, k, g: attention_weights(q, k, log_decay=g, is_causal=True))(q, k, log_decay)
         values = np.repeat(v, weights.shape[1] // num_state, axis=2)
         got = np.einsum("bhts,bshe->bthe", weights, values)
-        assert_close(got, linear_attention(q, k, v, log_decay=log_decay, is_causal=True))
+        attend = quick_jit(lambda q, k, v, g: linear_attention(q, k, v, log_decay=g, is_causal=True))
+        assert_close(got, attend(q, k, v, log_decay))
 
 
 def test_the_ways_to_pass_a_decay():

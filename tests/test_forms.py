@@ -9,8 +9,6 @@ from cases import BIDIRECTIONAL_CASES, BIDIRECTIONAL_FORMS, CAUSAL_CASES, CAUSAL
 from harness import results_and_gradients, x64
 from tolerance import assert_close
 
-pytestmark = pytest.mark.key
-
 RESULTS = ("output", "kv", "key_sum")
 ARGUMENTS = ("query", "key", "value", "kv", "key_sum")
 

@@ -3,6 +3,8 @@
 Field cases 17 (a maximum over later keys), 38 (keys that grow by 20 a step).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +60,16 @@ def test_with_decay(form, kind):
         assert relative_rms(attend(q, k, v), _want(q, k, v, -3.0)) <= 2e-4, slope
 
 
+attend = quick_jit(lambda q, k, v, mask: causal_linear_attention(q, k, v, mask=mask, feature_map=feature_maps.exp))
+step = quick_jit(lambda *args, mask: linear_attention_step(*args, mask=mask, feature_map=feature_maps.exp))
+
+
+@functools.partial(quick_jit, static_argnums=5)
+def packed_attention(q, k, v, mask, ids, form):
+    options = {"mask": mask, "segment_ids": ids, "feature_map": feature_maps.exp, **form.options()}
+    return linear_attention(q, k, v, is_causal=True, **options)
+
+
 @slopes
 def test_splits_and_steps(slope):
     """The state carries its scale: a prompt, then tokens; with a masked token and a segment between."""
@@ -65,20 +77,19 @@ def test_splits_and_steps(slope):
     mask = np.ones((BATCH, LENGTH), bool)
     mask[0, [0, 5]] = False
     k[0, 5] = np.nan
-    options = {"feature_map": feature_maps.exp}
-    whole_state, whole = causal_linear_attention(q, k, v, mask=mask, **options)
-    state, first = causal_linear_attention(q[:, :4], k[:, :4], v[:, :4], mask=mask[:, :4], **options)
+    whole_state, whole = attend(q, k, v, mask=mask)
+    state, first = attend(q[:, :4], k[:, :4], v[:, :4], mask=mask[:, :4])
     outputs = [first]
     for t in range(4, LENGTH):
-        state, output = linear_attention_step(state, q[:, t], k[:, t], v[:, t], mask=mask[:, t], **options)
+        state, output = step(state, q[:, t], k[:, t], v[:, t], mask=mask[:, t])
         outputs.append(output[:, None])
     assert relative_rms(jnp.concatenate(outputs, axis=1), whole) <= 2e-4
     np.testing.assert_allclose(state.log_scale, whole_state.log_scale, rtol=1e-6)
     assert relative_rms(state.kv, whole_state.kv) <= 2e-4
     ids = np.repeat([[0, 1]], LENGTH // 2, axis=1)
+    _, apart = attend(q[:, 4:], k[:, 4:], v[:, 4:], mask=mask[:, 4:])
     for form in ONE_OF_EACH[1:]:
-        packed = linear_attention(q, k, v, mask=mask, segment_ids=ids, is_causal=True, **form.options(), **options)
-        apart = linear_attention(q[:, 4:], k[:, 4:], v[:, 4:], mask=mask[:, 4:], is_causal=True, **options)
+        packed = packed_attention(q, k, v, mask, ids, form)
         assert relative_rms(packed[:, 4:], apart) <= 2e-4
 
 
@@ -94,12 +105,12 @@ def test_a_later_key_changes_no_bit(form):
 @pytest.mark.parametrize("form", [Form("quadratic", None), Form("chunked", 1)], ids=str)
 def test_both_ways(form):
     """Not causal: every query sees all keys; the last causal row is the same."""
+    run = quick_jit(lambda *args: linear_attention(*args, feature_map=feature_maps.exp, **form.options()))
     for slope in SLOPES:
         q, k, v = _tokens(slope)
         last = np.broadcast_to(q[:, -1:], q.shape)
         want = np.broadcast_to(_want(last, k, v)[:, -1:], v.shape)
-        got = linear_attention(last, k, v, feature_map=feature_maps.exp, **form.options())
-        assert relative_rms(got, want) <= 2e-4
+        assert relative_rms(run(last, k, v), want) <= 2e-4
     weights = attention_weights(q, k, feature_map=feature_maps.exp)
     assert_close(jnp.sum(weights, axis=-1), np.ones(weights.shape[:-1]), "float32")
 
