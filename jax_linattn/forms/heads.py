@@ -72,7 +72,7 @@ class Heads(NamedTuple):
 
     def split_queries(self, q: Array) -> Array:
         """[…, G, r·T, X] to […, G, r, T, X]."""
-        return q.reshape(*q.shape[:-2], self.queries, -1, q.shape[-1])
+        return q.reshape(*q.shape[:-2], self.queries, q.shape[-2] // self.queries, q.shape[-1])
 
     def times_time(self, q: Array, factor: Array) -> Array:
         """Grouped queries […, G, r·T, X] times […, G, T, 1 or X]."""

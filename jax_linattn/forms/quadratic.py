@@ -39,11 +39,14 @@ def row_weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, is_caus
     num_heads = state.key_sum.shape[1]
     own_keys = decays_per_feature(tokens) or has_scale(rule, tokens)
     heads = Heads.of(tokens.query.shape[-2], tokens.key.shape[-2], num_heads, own_keys=own_keys)
+    num_outputs = heads.groups * heads.queries * heads.values
+    shape = (tokens.query.shape[0], num_outputs, tokens.query.shape[1], tokens.key.shape[1])
+    if 0 in shape:
+        return jnp.zeros(shape, tokens.query.dtype)
     weights, scales = _weights(tokens, state, rule, heads, is_causal)
     log_scale = heads.group_scales(scales)  # [1, B, G, r·T, b]
     log_scale = None if log_scale is None else jnp.swapaxes(log_scale, -1, -2)
-    weights = finish(rule, weights, jnp.sum(weights, axis=-1), log_scale)[0]  # [B, G, b, r·T, S]
-    weights = weights.reshape(weights.shape[0], -1, tokens.query.shape[1], weights.shape[-1])
+    weights = finish(rule, weights, jnp.sum(weights, axis=-1), log_scale).reshape(shape)  # from [1, B, G, b, r·T, S]
     if tokens.query_mask is not None:
         weights = jnp.where(tokens.query_mask[:, None, :, None], weights, 0)
     return weights.astype(tokens.query.dtype)
@@ -58,7 +61,7 @@ def _weights(tokens: Tokens, state: LinearAttentionState, rule: Rule, heads: Hea
     if is_causal:
         q, k, decay, *scales = chunks.features(tokens, carry, rule, heads)
         scales.append(decay.row_logs)
-        q, k, _, ones = decay.start(q, k, jnp.zeros_like(k))
+        q, k, _, ones = decay.start(q, k, jnp.zeros((*k.shape[:-1], heads.values), k.dtype))
         visible = jnp.tril(jnp.ones((1, 1, k.shape[-2], k.shape[-2]), bool))
     else:
         (q, query_scale), (k, key_scale) = query_features(rule, tokens), key_features(rule, tokens)
