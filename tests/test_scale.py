@@ -21,6 +21,9 @@ SLOPES = {
     "grow": np.linspace(20, 160, LENGTH),
     "fall": np.linspace(160, 20, LENGTH),
     "small": np.linspace(-300, -200, LENGTH),
+    "cliff": np.repeat(
+        [300, 0], LENGTH // 2
+    ),  # beside the first half the second is nothing, but not in a segment of its own
 }
 slopes = pytest.mark.parametrize("slope", SLOPES)
 
