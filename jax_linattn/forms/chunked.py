@@ -22,10 +22,8 @@ from jax_linattn.forms.tokens import (
     time_from_chunks,
     tokens_length,
 )
+from jax_linattn.selection import select_chunks_per_block
 from jax_linattn.state import LinearAttentionState
-
-CHUNKS_PER_BLOCK = 8
-CHUNKS_PER_BLOCK_OF_FEATURE_DECAY = 4  # of the products with decay there are more, and they want to stay in the cache
 
 
 def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
@@ -35,7 +33,7 @@ def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: 
     def attend_block(carry, tokens):
         return chunks.attend(tokens, carry, rule, heads, chunks.prefix_in_turn)
 
-    per_block = CHUNKS_PER_BLOCK_OF_FEATURE_DECAY if decays_per_feature(tokens) else CHUNKS_PER_BLOCK
+    per_block = select_chunks_per_block(backend=jax.default_backend(), decay_per_feature=decays_per_feature(tokens))
     carry, outputs = _scan(attend_block, chunks.start(rule, tokens, state, heads), _blocks(tokens, chunk_size, per_block))
     return chunks.end(carry, heads), _time_from_blocks(outputs, tokens)
 
@@ -46,7 +44,7 @@ def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk
         return _bidirectional_by_segment(tokens, state, rule, chunk_size)
     heads = Heads.of_tokens(rule, tokens)
     no_decay = NoDecay(heads)
-    block_length = chunk_size * CHUNKS_PER_BLOCK
+    block_length = chunk_size * select_chunks_per_block(backend=jax.default_backend())
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sum_block(before, tokens):

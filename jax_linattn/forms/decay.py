@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from jax_linattn.forms.heads import Heads, Sums
@@ -71,19 +70,14 @@ class DecayPerHead(NamedTuple):
     def of(cls, heads: Heads, log_decay: Array) -> "DecayPerHead":
         """Of log decays [n, B, C, N]."""
         log_decay = heads.group_decays(log_decay)
-        decay = jnp.exp(lax.stop_gradient(log_decay))
-        length = decay.shape[-1]
-        levels = [tuple(x.reshape(*decay.shape[:-1], -1) for x in pair) for pair in _products(decay[..., None])]
-        start, end = levels[-1]
-        padded = start.shape[-1]
-        between = jnp.broadcast_to(jnp.eye(padded, dtype=decay.dtype), (*decay.shape[:-1], padded, padded))
-        for of_pair, (first, second) in zip(_pairs_by_level(padded), levels, strict=False):
-            between = jnp.where(of_pair, first[..., :, None] * second[..., None, :], between)
+        parts = _exact_running_sums(lax.stop_gradient(log_decay))  # each [n, B, G, b, C]
+        between = sum(x[..., :, None] - x[..., None, :] for x in parts)
+        visible = jnp.tri(log_decay.shape[-1], dtype=bool)
         return cls(
             heads,
-            between[..., :length, :length],
-            start[..., :length],
-            end[..., :length],
+            jnp.exp(jnp.where(visible, between, -jnp.inf)),
+            jnp.exp(sum(parts)),
+            jnp.exp(sum(x[..., -1:] - x for x in parts)),
             _logs(jnp.swapaxes(log_decay, -1, -2)),
         )
 
@@ -218,11 +212,22 @@ def _products(decay: Array) -> list[tuple[Array, Array]]:
     return levels
 
 
-def _pairs_by_level(length: int) -> list[np.ndarray]:
-    """For each level, which (t, s) have t in the second and s in the first block of a pair: bool, the last two axes."""
-    t, s = np.arange(length)[:, None], np.arange(length)[None, None, None, None, None, :]
-    levels = range(length.bit_length() - 1)
-    return [(t >> level == (s >> level) + 1) & ((t >> level) % 2 == 1) for level in levels]
+def _exact_running_sums(log_decay: Array) -> list[Array]:
+    """The running sums over the last axis, in parts to be added: all parts but the last, which is small, have no rounding
+    error, and their differences have none.
+
+    A part has as many binary digits as its sum over all tokens can hold; the next is what that leaves.
+    """
+    length, digits = log_decay.shape[-1], jnp.finfo(log_decay.dtype).nmant
+    bound = {23: 2.0**7, 52: 2.0**10}[digits]  # no need to be exact below: the exponential is 0
+    rest, parts = jnp.maximum(log_decay, -bound), []
+    while bound * length > 2**-4:
+        step = bound * 2.0 ** ((length - 1).bit_length() - digits)
+        part = jnp.round(rest / step) * step
+        rest, bound = rest - part, step / 2
+        parts.append(part)
+    up_to = jnp.tri(length, dtype=log_decay.dtype)
+    return [jnp.einsum("...s,ts->...t", part, up_to, precision="highest") for part in (*parts, rest)]
 
 
 def _pad(x: Array, fill: float = 0) -> Array:

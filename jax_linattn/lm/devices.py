@@ -71,8 +71,12 @@ def check_batch_size(mesh: Mesh, batch_size: int, accumulation: int) -> None:
 
 def split_batch(mesh: Mesh, batch: Any) -> Any:
     """Arrays [B / processes, ...], one share a process, as arrays [B, ...] split over the devices."""
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    sharding = batch_sharding(mesh)
     return jax.tree.map(lambda share: jax.make_array_from_process_local_data(sharding, share), batch)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(AXIS))
 
 
 def placement(mesh: Mesh, tree: Any, *, shard: bool) -> Any:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax import Array, lax
@@ -54,25 +53,38 @@ def _matrices(params) -> Any:
 
 def initial_state(model_config: ModelConfig, config: Config, mesh: Mesh) -> tuple[Any, TrainState]:
     """(graphdef, state before the first step), the state placed on the devices as it will stay."""
+    graphdef, state = abstract_state(model_config, config, mesh)
+    where = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return graphdef, jax.jit(functools.partial(_make_state, model_config, config), out_shardings=where)()
 
-    def graphdef_and_params():
-        return nnx.split(Decoder(model_config, rngs=nnx.Rngs(config.seed)), nnx.Param)
 
-    graphdef, _ = nnx.eval_shape(graphdef_and_params)
+def abstract_state(model_config: ModelConfig, config: Config, mesh: Mesh) -> tuple[Any, TrainState]:
+    """(graphdef, state): `initial_state` as shapes, dtypes and shardings; the mesh may be of devices that are not here."""
+    graphdef, _ = nnx.eval_shape(functools.partial(_graphdef_and_params, model_config, config))
+    state = jax.eval_shape(functools.partial(_make_state, model_config, config))
+    where = devices.placement(mesh, state, shard=config.shard_parameters)
+    return graphdef, jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state, where
+    )
 
-    def make() -> TrainState:
-        params = nnx.to_pure_dict(graphdef_and_params()[1])
-        key = jax.random.key_data(jax.random.key(config.seed))
-        return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), key)
 
-    where = devices.placement(mesh, jax.eval_shape(make), shard=config.shard_parameters)
-    return graphdef, jax.jit(make, out_shardings=where)()
+def _make_state(model_config: ModelConfig, config: Config) -> TrainState:
+    params = nnx.to_pure_dict(_graphdef_and_params(model_config, config)[1])
+    key = jax.random.key_data(jax.random.key(config.seed))
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), key)
+
+
+def _graphdef_and_params(model_config: ModelConfig, config: Config):
+    return nnx.split(Decoder(model_config, rngs=nnx.Rngs(config.seed)), nnx.Param)
 
 
 def compile_step(
     graphdef, config: Config, mesh: Mesh, state: TrainState
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Array, Array]]:
-    """Compiled: (state, batch) -> (state, mean loss in nats, norm of the unclipped gradient). The state is used up."""
+    """Compiled: (state, batch) -> (state, mean loss in nats, norm of the unclipped gradient). The state is used up.
+
+    It is compiled for the devices of the mesh and a state like this one, which may be abstract.
+    """
     optimizer = make_optimizer(config)
 
     def mean_loss(params, batch: Batch, key: Array) -> Array:
@@ -85,10 +97,10 @@ def compile_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state, state.key), loss, optax.tree.norm(gradient)
 
-    tokens = np.zeros((config.batch_size // jax.process_count(), config.context), np.int32)
-    batch = devices.split_batch(mesh, Batch(tokens, tokens))
+    shape = (config.batch_size, config.context)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=devices.batch_sharding(mesh))
     where = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(step, donate_argnums=0, out_shardings=(where, None, None)).lower(state, batch).compile()
+    return jax.jit(step, donate_argnums=0, out_shardings=(where, None, None)).lower(state, Batch(tokens, tokens)).compile()
 
 
 def _mean_of_parts(value_and_grad, parts: int, params, batch: Batch, key: Array):
