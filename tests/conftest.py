@@ -1,10 +1,24 @@
 """The world the tests run in: one CPU that plays eight devices, and jax at its strictest."""
 
+import gc
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Compilation is most of the suite's time, and most of that is spent on fast machine code, which what is tested does not
+# need. Programs that are equal are compiled once for all tests and processes.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([given, *(flag for flag in FLAGS if flag.split("=")[0] not in given)]).strip()
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="jax_linattn-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import hypothesis
 import jax
@@ -14,6 +28,8 @@ hypothesis.settings.register_profile(
     "suite", deadline=None, derandomize=True, database=None, max_examples=15, print_blob=False
 )
 hypothesis.settings.load_profile("suite")
+
+gc.set_threshold(200_000, 20, 100)  # what jax traces and keeps is much, and little of it is ever garbage
 
 # Flax and optax promote dtypes and ranks inside; what is tested there is not ours to be strict about.
 FLAX_FILES = ("test_linen", "test_nnx", "test_attention_fn", "test_lm", "test_readme", "test_package")

@@ -82,7 +82,7 @@ def test_a_run_killed_again_and_again_is_the_run_that_was_not(tmp_path):
     config, whole, killed = config_of(tmp_path), tmp_path / "whole", tmp_path / "killed"
     assert in_a_process(train_until, config, whole, 0) == 0
     changes = int((tmp_path / "counted").read_text())
-    fatal = itertools.count(2, changes // 12)
+    fatal = itertools.count(2, changes // 8)
     attempts = (in_a_process(train_until, config, killed, next(fatal)) for _ in range(20))
     codes = list(itertools.takewhile(lambda code: code != 0, attempts))
     assert set(codes) == {-signal.SIGKILL}
