@@ -36,7 +36,7 @@ def select_chunk_size(length: int, *, backend: str, decay_per_feature: bool = Fa
 def select_chunks_per_block(*, backend: str, decay_per_feature: bool = False) -> int:
     """The most chunks that the chunked form computes side by side, and the chunks between two states kept for a gradient.
 
-    On a CPU as many as stay in the cache: 8, and 4 with a decay per feature, which holds more beside the tokens. On a TPU 2:
-    the compiler writes out the products of a block one by one, and its time grows with their number.
+    On a CPU as many as stay in the cache: 8, and 4 with a decay per feature, which holds more beside the tokens. On a TPU
+    2: its compiler writes out the products of a block one by one, and takes time for each.
     """
     return 2 if backend == "tpu" else 4 if decay_per_feature else 8

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from benchmark import best_times, compile_all
+from benchmarks.measure import best_times, compiled, with_gradients
 
 import jax_linattn
 from jax_linattn import feature_maps
@@ -160,8 +160,11 @@ def time_both(batch_size: int, length: int, *, rounds: int) -> dict[tuple[str, s
         "linear": functools.partial(jax_linattn.linear_attention, is_causal=True),
         "softmax": functools.partial(jax.nn.dot_product_attention, is_causal=True),
     }
-    arguments = list(jax.random.normal(jax.random.key(0), (4, batch_size, length, 8, 64)))
-    return best_times(compile_all(functions, arguments), rounds)
+    *inputs, cotangent = jax.random.normal(jax.random.key(0), (4, batch_size, length, 8, 64))
+    programs = {(name, "forward"): compiled(function, *inputs) for name, function in functions.items()}
+    for name, function in functions.items():
+        programs[name, "gradient"] = compiled(with_gradients(function), *inputs, cotangent)
+    return best_times(programs, rounds)
 
 
 def finish(task: str, figure) -> None:

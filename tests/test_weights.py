@@ -46,7 +46,7 @@ def test_weights_times_values_are_the_output(key_length, is_causal, hidden):
         )(q, k, v)
     weights = np.asarray(weights)
     assert weights.shape == (B, H, T, key_length)
-    assert_close(np.einsum("bhts,bshe->bthe", weights, np.repeat(v, H // K, axis=2)), output)
+    assert_close(np.einsum("bhts,bshe->bthe", weights, np.repeat(np.asarray(v), H // K, axis=2)), output)
     seen = oracle.visible(B, T, key_length, is_causal, **{k: v for k, v in options.items() if k != "is_causal"})
     visible = seen.key & seen.row[:, :, None]
     np.testing.assert_array_equal(weights > 0, np.broadcast_to(visible[:, None], weights.shape))
