@@ -2,20 +2,23 @@
 # make test    the whole test suite
 # make check   linter, format and types
 # make test-interop   our layers against those of Hugging Face transformers, in an environment with torch, .venv-interop
+# make aot     compiles everything for TPUs (v5e, v6e, v7x) and an H100, which need not be here, in .venv-tpu and .venv-cuda
+# make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark; ARGS="shapes" for a part
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
 # A smaller torch, without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-interop
 # Another model: make train CONFIG=configs/softmax.py; other options: make train ARGS="--config.steps=2000 --config.name=long"
 
 VENV := .venv
 BIN := $(VENV)/bin
-INTEROP := .venv-interop
+# Their own dependencies are left out: they ask for other versions of jax, or for a GPU's packages.
+PEERS := mamba2-jax==1.1.2 jax-linear-attention==0.1.0 mlstm_kernels==2.0.6 jax-triton triton
 # The first of these that is new enough makes the environment.
 PYTHONS := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
 CONFIG ?= configs/small.py
 ARGS ?=
 TEST_ARGS ?= -n 2
 
-.PHONY: help train test test-interop check lint format format-check types wheel-check clean
+.PHONY: help train test test-interop aot aot-v5e aot-v6e aot-tpu7x aot-h100 benchmark check lint format format-check types wheel-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -26,8 +29,21 @@ train: $(VENV)/lm.stamp
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-test-interop: $(INTEROP)/interop.stamp
-	$(INTEROP)/bin/python -m pytest tests_interop -rP -q
+test-interop: .venv-interop/stamp
+	.venv-interop/bin/python -m pytest tests_interop -rP -q
+
+# Two at a time: they use one core each.
+aot: .venv-tpu/stamp .venv-cuda/stamp
+	@$(MAKE) --no-print-directory -j2 aot-v5e aot-v6e aot-h100 aot-tpu7x
+
+aot-v5e aot-v6e aot-tpu7x: aot-%: .venv-tpu/stamp
+	@.venv-tpu/bin/python scripts/aot/compile.py $*
+
+aot-h100: .venv-cuda/stamp
+	@.venv-cuda/bin/python scripts/aot/compile.py h100
+
+benchmark: .venv-benchmark/stamp
+	.venv-benchmark/bin/python scripts/benchmark.py $(ARGS)
 
 check: lint format-check types
 
@@ -47,7 +63,7 @@ wheel-check: $(VENV)/dev.stamp
 	$(BIN)/python scripts/check_wheel.py
 
 clean:
-	rm -rf $(VENV) $(INTEROP) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .ruff_cache .hypothesis
 
 # A stamp is as new as its last installation, so that a second call has nothing to do.
 $(VENV)/lm.stamp: pyproject.toml | $(BIN)/python
@@ -60,12 +76,17 @@ $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(VENV)/lm.stamp
 
-$(INTEROP)/interop.stamp: pyproject.toml | $(INTEROP)/bin/python
-	@echo "installing the project with torch and transformers (some minutes)"
-	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[interop]'
+# An environment of its own for each extra that the tests do without: interop, tpu, cuda, benchmark.
+.venv-%/stamp: pyproject.toml | .venv-%/bin/python
+	@echo "installing the project with its extra $* (some minutes)"
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@for peer in $(if $(filter benchmark,$*),$(PEERS)); do \
+	  $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$peer || echo "goes without $$peer"; \
+	done
 	@touch $@
 
-$(BIN)/python $(INTEROP)/bin/python:
+.PRECIOUS: .venv-%/stamp %/bin/python
+%/bin/python:
 	@for python in $(PYTHONS); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "making $(@:/bin/python=) with $$($$python --version)"; \

@@ -52,7 +52,7 @@ def run(name: str, folder: Path, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparisons", nargs="*", metavar="COMPARISON", help=f"of {', '.join(COMPARISONS)}; none = all")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of figures and plots")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of figures and plots")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--plot-only", action="store_true", help="measure nothing")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
