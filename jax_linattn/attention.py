@@ -353,7 +353,7 @@ def _bidirectional(tokens: Tokens, rule: Rule, chunk_size, implementation) -> Ar
 
 
 def _choose(tokens: Tokens, state: LinearAttentionState, chunk_size, implementation) -> tuple[Any, str]:
-    checks.check_positive_int("chunk_size", chunk_size)
+    checks.check_positive_int("chunk_size", chunk_size, or_none=True)
     query_length, key_length = tokens.query.shape[1], tokens.key.shape[1]
     implementation = implementation or select_implementation(query_length, key_length, *state.kv.shape[-2:])
     longest = max(query_length, key_length, 1)

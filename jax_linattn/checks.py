@@ -27,9 +27,10 @@ def check_bool(name: str, value) -> None:
     require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
 
 
-def check_positive_int(name: str, value) -> None:
+def check_positive_int(name: str, value, *, or_none: bool = False) -> None:
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    require(value is None or (is_int and value >= 1), f"{name} must be a positive whole number or None, got {value!r}")
+    expected = "a positive whole number or None" if or_none else "a positive whole number"
+    require((or_none and value is None) or (is_int and value >= 1), f"{name} must be {expected}, got {value!r}")
 
 
 def check_heads(num_query: int, num_key: int, num_value: int) -> None:

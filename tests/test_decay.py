@@ -334,3 +334,40 @@ def test_messages(make, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         linear_attention(q, q, q, **{"is_causal": True, **make(q)})
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("by", ["segments", "minus_infinity"])
+@kinds
+def test_what_comes_after_a_restart_does_not_reach_what_comes_before(kind, by, form):
+    """In the decay's gradient: a loss 10⁶ times as heavy there leaves no rounding error here, and an overflow no NaN."""
+    length, half = 24, 11
+    q, k, v = map(jnp.asarray, normal(3, *[(1, length, 2, 4)] * 3))
+    log_decay = jnp.asarray(gates("sigmoid", kind, 1, length, 2, 4, dtype=np.float32))
+    if by == "minus_infinity":
+        log_decay = log_decay.at[:, half].set(-jnp.inf)
+    segment_ids = jnp.asarray(np.arange(length) >= half, jnp.int32)[None] if by == "segments" else None
+
+    @quick_jit
+    def gradient(weights, v):
+        def loss(log_decay):
+            options = {"is_causal": True, "normalize": False, "segment_ids": segment_ids, **form.options()}
+            return jnp.sum(weights[None, :, None, None] * linear_attention(q, k, v, log_decay=log_decay, **options) ** 2)
+
+        return jax.grad(loss)(log_decay)[:, :half]
+
+    before = jnp.asarray(np.arange(length) < half, jnp.float32)
+    alone = gradient(before, v)
+    np.testing.assert_allclose(
+        gradient(before + 1e6 * (1 - before), v), alone, rtol=1e-5, atol=1e-6 * np.max(np.abs(alone))
+    )
+    np.testing.assert_array_equal(gradient(before + (1 - before), v.at[:, half + 1].set(1e25)), alone)
+
+
+@pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
+@kinds
+def test_a_nan_is_causal(kind, form):
+    q, k, v = map(jnp.asarray, normal(3, *[(1, 9, 2, 4)] * 3))
+    log_decay = jnp.asarray(gates("sigmoid", kind, 1, 9, 2, 4, dtype=np.float32))
+    attend = quick_jit(lambda log_decay: linear_attention(q, k, v, is_causal=True, log_decay=log_decay, **form.options()))
+    np.testing.assert_array_equal(attend(log_decay.at[:, 6].set(jnp.nan))[:, :6], attend(log_decay)[:, :6])

@@ -101,6 +101,8 @@ def features(tokens: Tokens, carry: Carry, rule: Rule, heads: Heads):
     log_decay, per_feature = log_decays(tokens), decays_per_feature(tokens)
     if key_scale is not None and carry.log_scale is not None:
         k, log_decay, key_scale = _relative(k, key_scale, log_decay, tokens, carry.run, carry.log_scale)
+    elif log_decay is not None:
+        log_decay = _forget_at_starts(log_decay, tokens, carry.run)
     if log_decay is None:
         decay = NoDecay(heads)
     else:
@@ -124,16 +126,22 @@ def _relative(k: Array, key_scale: Array, log_decay: Array | None, tokens: Token
     k, key_scale = _repeat_keys(k, key_scale, before.shape[-1])
     per_feature = decays_per_feature(tokens)
     log_decay = jnp.zeros_like(key_scale) if log_decay is None else log_decay
-    if run is not None:
-        runs = tokens.key_segment
-        last_of_chunks = jnp.concatenate([run[None], runs[:-1, :, -1]])
-        previous = jnp.concatenate([last_of_chunks[..., None], runs[..., :-1]], axis=-1)
-        starts = (runs != previous).reshape(*runs.shape, *[1] * (log_decay.ndim - runs.ndim))
-        log_decay = jnp.where(starts, -jnp.inf, log_decay)
+    log_decay = _forget_at_starts(log_decay, tokens, run)
     largest = jnp.max(log_decay, axis=-1) if per_feature else log_decay
     before, after = scale.after_tokens(before, key_scale, largest)
     move = before - after
     return k * jnp.exp(key_scale - after)[..., None], log_decay + (move[..., None] if per_feature else move), after
+
+
+def _forget_at_starts(log_decay: Array, tokens: Tokens, run: Array | None) -> Array:
+    """Log decays [n, B, C, …], -inf where another run of ids begins; `run` is the one before the first chunk."""
+    if run is None:
+        return log_decay
+    runs = tokens.key_segment
+    last_of_chunks = jnp.concatenate([run[None], runs[:-1, :, -1]])
+    previous = jnp.concatenate([last_of_chunks[..., None], runs[..., :-1]], axis=-1)
+    starts = (runs != previous).reshape(*runs.shape, *[1] * (log_decay.ndim - runs.ndim))
+    return jnp.where(starts, -jnp.inf, log_decay)
 
 
 def output(

@@ -11,15 +11,19 @@ Three kinds of one protocol, over n chunks of C tokens with grouped heads (`head
   total                        the share of the sums before that is left at its end, [n, B, G, b or 1, F or 1]; None = all
   at_end                       a last factor on the sums after all chunks, [B, G, b or 1, F or 1], or None
 
-Token s is left at t with a_{s+1} ⋯ a_t, a = exp(log_decay). Only such products of factors at most 1 are ever formed, each
-from its own factors: no quotient, and no difference of cumulative sums. So strong decay loses no digits, what underflows
-is 0 to rounding, and a = 0 forgets exactly.
+Token s is left at t with a_{s+1} ⋯ a_t, a = exp(log_decay). Only such products are ever formed, each at most 1 and never
+as a quotient. Per feature they are made of their own factors; per head they are exponentials of differences of running
+sums, kept in parts so that the differences are exact. So strong decay loses no digits of what is left, what underflows is
+0 to rounding, and a = 0 forgets exactly. (Per feature each factor is rounded on its own: what log decays below 2^-25 a token
+add up to over thousands of tokens is lost in float32.) A run of equal ids begins with a decay of 0, whatever its first
+token's own.
 
 The products are constants to every derivative, which goes another way. With L_t = log a_1 + … + log a_t, and L° the same
 number as a constant, the product is itself times exp(L_t - L°_t) / exp(L_s - L°_s). Both factors are 1 and have the right
-derivatives, of every order; they belong to one token each. So they go to the query and to the key: a gradient costs C·F
-numbers a chunk and not C². What a token reads of itself goes out of the two again, with its rounding errors: where keys are
-shared by heads of different decay, the factors go to the row of the output and to the value, with the same effect.
+derivatives, of every order; they belong to one token each, so they go to the query and to the key (`logs` is L - L°, which
+is 0): a gradient costs C·F numbers a chunk and not C². What a token reads of itself goes out of the two again, with its
+rounding errors: where keys are shared by heads of different decay, the factors go to the row of the output and to the
+value, with the same effect. Where a token forgets all, L begins anew, so that nothing after it reaches what is before it.
 """
 
 from typing import NamedTuple
@@ -30,8 +34,6 @@ from jax import Array, lax
 
 from jax_linattn.forms.heads import Heads, Sums
 from jax_linattn.forms.tokens import Rule
-
-LOWEST = -1e4  # a log decay whose exponential is 0 in float64 too: what -inf counts as where logs are summed
 
 
 class NoDecay(NamedTuple):
@@ -182,12 +184,36 @@ def _logs(log_decay: Array) -> Array:
 @_logs.defjvp
 def _logs_jvp(primals, tangents):
     (log_decay,), (tangent,) = primals, tangents
-    tangent = jnp.where(log_decay > LOWEST, tangent, 0)
-    length = log_decay.shape[-2]
-    up_to = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), tangent.dtype)), (*log_decay.shape[:3], length, length))
-    logs = jnp.einsum("nbgts,nbgsx->nbgtx", up_to, tangent, precision="highest")  # faster than cumsum, and so its transpose
-    before = jnp.cumsum(logs[..., -1:, :], axis=0) - logs[..., -1:, :]
-    return _logs(log_decay), logs + before
+    forgets = jnp.exp(log_decay) == 0
+    return _logs(log_decay), _sums_since(forgets, jnp.where(forgets, 0, tangent))
+
+
+def _sums_since(restarts: Array, x: Array) -> Array:
+    """The sums of x over time up to each token, from the last restart on: of [n, B, G, C, X], over all n chunks.
+
+    What comes after a restart has no part in what comes before it, be it inf, and its rounding errors have none.
+    """
+    length = x.shape[-2]
+    sums, goes_on = _blocks(_pad(x), 1), _blocks(_pad(~restarts, True), 1)  # […, blocks, tokens, X]
+    while sums.shape[-3] > 1:
+        first, second, goes_on_first, goes_on_second = *_pairs(sums), *_pairs(goes_on)
+        second = second + jnp.where(goes_on_second, first[..., -1:, :], 0)
+        sums = jnp.concatenate([first, second], axis=-2)
+        goes_on = jnp.concatenate([goes_on_first, goes_on_second & goes_on_first[..., -1:, :]], axis=-2)
+    sums, goes_on = sums[..., 0, :length, :], goes_on[..., 0, :length, :]
+
+    def combine(earlier, later):
+        (earlier_sums, earlier_goes_on), (later_sums, later_goes_on) = earlier, later
+        return later_sums + jnp.where(later_goes_on, earlier_sums, 0), earlier_goes_on & later_goes_on
+
+    after_chunks, _ = lax.associative_scan(combine, (sums[..., -1:, :], goes_on[..., -1:, :]))
+    before_chunks = jnp.concatenate([jnp.zeros_like(after_chunks[:1]), after_chunks[:-1]])
+    return sums + jnp.where(goes_on, before_chunks, 0)
+
+
+def _pairs(x: Array) -> tuple[Array, Array]:
+    """The first and the second block of each pair, of […, blocks, tokens, X]."""
+    return x[..., ::2, :, :], x[..., 1::2, :, :]
 
 
 def _products(decay: Array) -> list[tuple[Array, Array]]:
@@ -204,8 +230,7 @@ def _products(decay: Array) -> list[tuple[Array, Array]]:
     end = jnp.ones_like(start)
     levels = [(start, end)]
     while start.shape[-3] > 1:
-        first_start, second_start = start[..., ::2, :, :], start[..., 1::2, :, :]
-        first_end, second_end = end[..., ::2, :, :], end[..., 1::2, :, :]
+        first_start, second_start, first_end, second_end = *_pairs(start), *_pairs(end)
         start = jnp.concatenate([first_start, second_start * first_start[..., -1:, :]], axis=-2)
         end = jnp.concatenate([first_end * second_start[..., -1:, :], second_end], axis=-2)
         levels.append((start, end))
@@ -213,21 +238,21 @@ def _products(decay: Array) -> list[tuple[Array, Array]]:
 
 
 def _exact_running_sums(log_decay: Array) -> list[Array]:
-    """The running sums over the last axis, in parts to be added: all parts but the last, which is small, have no rounding
-    error, and their differences have none.
+    """The running sums over the last axis, of numbers <= 0, in parts to be added: all parts but the last have no rounding
+    error, nor have their differences, and the last is small.
 
-    A part has as many binary digits as its sum over all tokens can hold; the next is what that leaves.
+    Each log decay is rounded to a multiple of such a step that all their sum still fits the dtype's digits; the next part
+    is made of what that leaves, at most half a step each, until that is little enough for its sum to need no exactness.
     """
     length, digits = log_decay.shape[-1], jnp.finfo(log_decay.dtype).nmant
     bound = {23: 2.0**7, 52: 2.0**10}[digits]  # no need to be exact below: the exponential is 0
     rest, parts = jnp.maximum(log_decay, -bound), []
-    while bound * length > 2**-4:
+    while bound * length > 2**-4:  # what is left sums up to more: its rounding error would show
         step = bound * 2.0 ** ((length - 1).bit_length() - digits)
         part = jnp.round(rest / step) * step
         rest, bound = rest - part, step / 2
         parts.append(part)
-    up_to = jnp.tri(length, dtype=log_decay.dtype)
-    return [jnp.einsum("...s,ts->...t", part, up_to, precision="highest") for part in (*parts, rest)]
+    return [lax.associative_scan(jnp.add, part, axis=-1) for part in (*parts, rest)]
 
 
 def _pad(x: Array, fill: float = 0) -> Array:

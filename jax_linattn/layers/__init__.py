@@ -1,6 +1,7 @@
 """Attention layers of published models, for Flax NNX: each a module that trains on whole sequences and decodes in steps.
 
-All are called as `layer(x, mask=…, segment_ids=…, decode=…)` and have `init_cache(input_shape, dtype)`. A masked token is
+All are causal, are called as `layer(x, mask=…, segment_ids=…, decode=…)` and have `init_cache(input_shape, dtype)`;
+`LinearAttention` has the interface of Flax's attention, and `is_causal` to choose. `ShortConvolution` is a part of others. A masked token is
 no token: it changes nothing for the others, wherever it stands.
 """
 

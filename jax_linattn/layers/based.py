@@ -18,7 +18,17 @@ from jax_linattn.checks import check_positive_int, integers, require
 from jax_linattn.compaction import compact_tokens
 from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.forms.tokens import count_runs
-from jax_linattn.layers.common import attend, cache_of, check_batch, check_options, clean, clean_input, state_cache
+from jax_linattn.layers.common import (
+    attend,
+    batch_of,
+    cache_dtype,
+    cache_of,
+    check_batch,
+    check_options,
+    clean,
+    clean_input,
+    state_cache,
+)
 
 
 class BasedLinearAttention(nnx.Module):
@@ -60,9 +70,9 @@ class BasedLinearAttention(nnx.Module):
         out_kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
+        check_positive_int("features", features)
         value_features = features if value_features is None else value_features
         check_options(num_heads, chunk_size, implementation, value_features=value_features)
-        check_positive_int("features", features)
         check_positive_int("feature_dim", feature_dim)
         self.features, self.num_heads, self.feature_dim = features, num_heads, feature_dim
         self.head_dim = value_features // num_heads
@@ -114,9 +124,9 @@ class BasedLinearAttention(nnx.Module):
           input_shape: [B, T, features]; of it only B matters.
           dtype: of the inputs.
         """
-        dtype = self.dtype or jnp.promote_types(dtype, self.param_dtype)
+        dtype = cache_dtype(self, dtype)
         heads = (self.num_heads, self.feature_dim, self.num_heads, self.head_dim)
-        self.cached_state = state_cache(input_shape[0], *heads, dtype, feature_maps.taylor)
+        self.cached_state = state_cache(batch_of(input_shape, self), *heads, dtype, feature_maps.taylor)
 
 
 class SlidingWindowAttention(nnx.Module):
@@ -214,8 +224,8 @@ class SlidingWindowAttention(nnx.Module):
           input_shape: [B, T, features]; of it only B matters.
           dtype: of the inputs.
         """
-        dtype = self.dtype or jnp.promote_types(dtype, self.param_dtype)
-        key, value, mask = self._empty(input_shape[0], dtype)
+        dtype = cache_dtype(self, dtype)
+        key, value, mask = self._empty(batch_of(input_shape, self), dtype)
         self.cached_key, self.cached_value, self.cached_mask = nnx.Cache(key), nnx.Cache(value), nnx.Cache(mask)
 
     def _empty(self, batch: int, dtype) -> list[Array]:

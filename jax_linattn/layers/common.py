@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -22,20 +23,20 @@ from jax_linattn.state import LinearAttentionState
 def check_options(num_heads: int, chunk_size: int | None, implementation: str | None, **widths: int) -> None:
     """Checks what every constructor takes: `widths` are named sizes that the heads share evenly."""
     for name, size in {"num_heads": num_heads, **widths}.items():
-        require(size is not None, f"{name} must be a positive whole number, got None")
         check_positive_int(name, size)
     for name, width in widths.items():
         require(width % num_heads == 0, f"{name} must be divisible by num_heads = {num_heads}, got {width}")
-    check_positive_int("chunk_size", chunk_size)
+    check_positive_int("chunk_size", chunk_size, or_none=True)
     check_one_of("implementation", implementation, [None, *CAUSAL_FORMS])
 
 
 def clean_input(x: Array, features: int, mask) -> tuple[Array, Array | None]:
     """(x [B, T, features] with zeros where a token is masked, mask as bool [B, T] or None)."""
     require(
-        x.ndim == 3 and x.shape[-1] == features,
-        f"x must be [B, T, features] with features = {features}, got shape {x.shape}",
+        np.ndim(x) == 3 and x.shape[-1] == features,
+        f"x must be [B, T, features] with features = {features}, got shape {np.shape(x)}",
     )
+    require(jnp.issubdtype(x.dtype, jnp.floating), f"x must be of a floating dtype, got {x.dtype}")
     mask = key_mask(mask, *x.shape[:2])
     return clean(x, mask), mask
 
@@ -134,6 +135,21 @@ def check_batch(cached: Array, x: Array) -> None:
         f"the cache holds a state for a batch of {cached.shape[0]}, but the input has a batch of {x.shape[0]}: "
         "call init_cache for this batch size",
     )
+
+
+def cache_dtype(layer: Any, dtype) -> Any:
+    """The dtype of what `layer` caches for inputs of `dtype`."""
+    require(jnp.issubdtype(dtype, jnp.floating), f"dtype must be a floating one, got {dtype}")
+    return layer.dtype or jnp.promote_types(dtype, layer.param_dtype)
+
+
+def batch_of(input_shape: tuple[int, ...], layer: Any) -> int:
+    """B of an `init_cache`'s input_shape."""
+    require(
+        np.ndim(input_shape) == 1 and len(input_shape) == 3 and input_shape[-1] == layer.features,
+        f"input_shape must be (B, T, features) with features = {layer.features}, got {input_shape}",
+    )
+    return input_shape[0]
 
 
 def state_cache(

@@ -16,6 +16,8 @@ from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.layers.common import (
     RMSNorm,
     attend,
+    batch_of,
+    cache_dtype,
     cache_of,
     check_options,
     clean,
@@ -93,6 +95,7 @@ class GatedLinearAttention(nnx.Module):
         self.gate_temperature = gate_temperature
         self.chunk_size = chunk_size
         self.implementation = implementation
+        self.dtype, self.param_dtype = dtype, param_dtype
         linear = functools.partial(
             nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
@@ -150,8 +153,9 @@ class GatedLinearAttention(nnx.Module):
 
         Args:
           input_shape: [B, T, features]; of it only B matters, the state has no length.
-          dtype: of the computation: the state is float32, and float64 for float64.
+          dtype: of the inputs: the state is float32, and float64 where the computation is.
         """
+        dtype = cache_dtype(self, dtype)
         heads = self.num_heads
         dims = heads, self.key_features // heads, heads, self.value_features // heads
-        self.cached_state = state_cache(input_shape[0], *dims, dtype)
+        self.cached_state = state_cache(batch_of(input_shape, self), *dims, dtype)

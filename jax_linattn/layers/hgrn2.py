@@ -17,6 +17,8 @@ from jax_linattn.checks import require
 from jax_linattn.layers.common import (
     RMSNorm,
     attend,
+    batch_of,
+    cache_dtype,
     cache_of,
     check_options,
     clean,
@@ -83,6 +85,7 @@ class HGRN2(nnx.Module):
         self.lower_bound: Any = float(lower_bound) if is_number else Constant(bound)
         self.chunk_size = chunk_size
         self.implementation = implementation
+        self.dtype, self.param_dtype = dtype, param_dtype
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         linear = functools.partial(nnx.Linear, features, features, use_bias=False, rngs=rngs, **dtypes)
         self.query = linear(kernel_init=kernel_init)
@@ -144,10 +147,11 @@ class HGRN2(nnx.Module):
 
         Args:
           input_shape: [B, T, features]; of it only B matters, the state has no length.
-          dtype: of the computation: the state is float32, and float64 for float64.
+          dtype: of the inputs: the state is float32, and float64 where the computation is.
         """
+        dtype = cache_dtype(self, dtype)
         heads, dim = self.num_heads, self.features // self.num_heads
-        self.cached_state = state_cache(input_shape[0], heads, dim, heads, dim, dtype)
+        self.cached_state = state_cache(batch_of(input_shape, self), heads, dim, heads, dim, dtype)
 
 
 def lower_bounds(logits: Array) -> Array:

@@ -18,6 +18,8 @@ from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.layers.common import (
     RMSNorm,
     attend,
+    batch_of,
+    cache_dtype,
     cache_of,
     check_options,
     clean,
@@ -87,9 +89,9 @@ class LightningAttention(nnx.Module):
         out_kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        check_options(num_heads, chunk_size, implementation, **({"features": features} if head_dim is None else {}))
         check_positive_int("features", features)
-        check_positive_int("head_dim", head_dim)
+        check_positive_int("head_dim", head_dim, or_none=True)
+        check_options(num_heads, chunk_size, implementation, **({"features": features} if head_dim is None else {}))
         head_dim = features // num_heads if head_dim is None else head_dim
         self.features = features
         self.num_heads = num_heads
@@ -97,6 +99,7 @@ class LightningAttention(nnx.Module):
         self.log_decay = _checked(decay, num_heads) if decay is not None else _log_decay(num_heads, layer, num_layers)
         self.chunk_size = chunk_size
         self.implementation = implementation
+        self.dtype, self.param_dtype = dtype, param_dtype
         inner = num_heads * head_dim
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.query = linear(features, inner, kernel_init=kernel_init)
@@ -149,10 +152,11 @@ class LightningAttention(nnx.Module):
 
         Args:
           input_shape: [B, T, features]; of it only B matters, the state has no length.
-          dtype: of the computation: the state is float32, and float64 for float64.
+          dtype: of the inputs: the state is float32, and float64 where the computation is.
         """
+        dtype = cache_dtype(self, dtype)
         heads, dim = self.num_heads, self.head_dim
-        self.cached_state = state_cache(input_shape[0], heads, dim, heads, dim, dtype)
+        self.cached_state = state_cache(batch_of(input_shape, self), heads, dim, heads, dim, dtype)
 
 
 def minimax_decay(num_heads: int, layer: int, num_layers: int) -> np.ndarray:
@@ -178,6 +182,7 @@ def _log_decay(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]
 
 def _check_layer(layer: int, num_layers: int) -> None:
     check_positive_int("num_layers", num_layers)
+    require(isinstance(layer, int | np.integer), f"layer must be a whole number, got {layer!r}")
     require(0 <= layer < num_layers, f"layer must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer}")
 
 

@@ -1,9 +1,11 @@
 """Mamba-2's mixer: a state space layer that is gated linear attention."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
@@ -14,6 +16,8 @@ from jax_linattn.attention import Implementation
 from jax_linattn.checks import check_positive_int, require
 from jax_linattn.layers.common import (
     attend,
+    batch_of,
+    cache_dtype,
     cache_of,
     check_options,
     clean,
@@ -99,17 +103,18 @@ class Mamba2(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_options(num_heads, chunk_size, implementation)
-        sizes = {"features": features, "head_dim": head_dim, "state_dim": state_dim, "num_groups": num_groups}
+        sizes = {"features": features, "state_dim": state_dim, "num_groups": num_groups}
         for name, size in {**sizes, "convolution_width": convolution_width}.items():
             check_positive_int(name, size)
+        check_positive_int("head_dim", head_dim, or_none=True)
         inner = 2 * features if head_dim is None else num_heads * head_dim
         require(
             inner % num_heads == 0,
             f"num_heads must divide 2 · features = {2 * features}, got {num_heads}; or give head_dim",
         )
         require(num_heads % num_groups == 0, f"num_groups must divide num_heads = {num_heads}, got {num_groups}")
-        _check_range("dt_limit", dt_limit, dt_limit[0] >= 0, "0 <= least <= most")
-        _check_range("dt_range", dt_range, dt_range[0] > 0 and dt_range[1] < math.inf, "0 < least <= most < inf")
+        _check_range("dt_limit", dt_limit, lambda least, most: 0 <= least <= most, "0 <= least <= most")
+        _check_range("dt_range", dt_range, lambda least, most: 0 < least <= most < math.inf, "0 < least <= most < inf")
         self.features, self.num_heads, self.head_dim = features, num_heads, inner // num_heads
         self.state_dim, self.num_groups = state_dim, num_groups
         self.dt_limit = tuple(map(float, dt_limit))
@@ -176,8 +181,8 @@ class Mamba2(nnx.Module):
           input_shape: [B, T, features]; of it only B matters.
           dtype: of the inputs.
         """
-        dtype = self.dtype or jnp.promote_types(dtype, self.param_dtype)
-        batch = input_shape[0]
+        dtype = cache_dtype(self, dtype)
+        batch = batch_of(input_shape, self)
         self.convolution.init_cache((batch, 1, self.convolution.kernel.shape[1]), dtype)
         self.cached_state = state_cache(batch, self.num_groups, self.state_dim, self.num_heads, self.head_dim, dtype)
 
@@ -205,11 +210,8 @@ class GroupRMSNorm(nnx.Module):
         return merge_heads(groups) * self.scale[...].astype(groups.dtype).reshape([1] * (x.ndim - 1) + [-1])
 
 
-def _check_range(name: str, limits: tuple[float, float], holds: bool, accepted: str) -> None:
-    require(
-        len(limits) == 2 and limits[0] <= limits[1] and holds,
-        f"{name} must be (least, most) with {accepted}, got {limits}",
-    )
+def _check_range(name: str, limits: tuple[float, float], holds: Callable[[float, float], bool], accepted: str) -> None:
+    require(np.shape(limits) == (2,) and holds(*limits), f"{name} must be (least, most) with {accepted}, got {limits}")
 
 
 def _inverse_softplus_of_log_uniform(key, shape: tuple[int, ...], dtype, limits: tuple[float, float]) -> Array:

@@ -16,6 +16,8 @@ from jax_linattn.checks import check_bool, require
 from jax_linattn.dtypes import accumulator_dtype
 from jax_linattn.layers.common import (
     attend,
+    batch_of,
+    cache_dtype,
     cache_of,
     check_batch,
     check_options,
@@ -89,6 +91,7 @@ class MultiScaleRetention(nnx.Module):
         self.epsilon = epsilon
         self.chunk_size = chunk_size
         self.implementation = implementation
+        self.dtype, self.param_dtype = dtype, param_dtype
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.query = linear(features, features, kernel_init=kernel_init)
         self.key = linear(features, features, kernel_init=kernel_init)
@@ -149,9 +152,10 @@ class MultiScaleRetention(nnx.Module):
 
         Args:
           input_shape: [B, T, features]; of it only B matters, the state has no length.
-          dtype: of the computation: the state is float32, and float64 for float64.
+          dtype: of the inputs: the state is float32, and float64 where the computation is.
         """
-        batch, heads = input_shape[0], self.num_heads
+        dtype = cache_dtype(self, dtype)
+        batch, heads = batch_of(input_shape, self), self.num_heads
         dims = heads, self.features // heads, heads, self.value_features // heads
         self.cached_state = state_cache(batch, *dims, dtype)
         self.cached_position = nnx.Cache(jnp.zeros((batch,), jnp.int32))

@@ -33,7 +33,7 @@ def sampling(temperature: float = 1.0, top_k: int | None = None, top_p: float | 
     """
     fits = _is_number(temperature) and 0 <= temperature <= np.finfo(np.float32).max
     require(fits, f"temperature must be at least 0 and a finite float32, got {temperature!r}")
-    check_positive_int("top_k", top_k)
+    check_positive_int("top_k", top_k, or_none=True)
     require(
         top_p is None or (_is_number(top_p) and 0 < top_p <= 1),
         f"top_p must be above 0 and at most 1, or None, got {top_p!r}",

@@ -98,7 +98,7 @@ def compile_step(
         return TrainState(state.step + 1, params, opt_state, state.key), loss, optax.tree.norm(gradient)
 
     shape = (config.batch_size, config.context)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=devices.batch_sharding(mesh))
+    tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=devices.batch_sharding(mesh))
     where = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(where, None, None)).lower(state, Batch(tokens, tokens)).compile()
 

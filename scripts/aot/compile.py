@@ -56,7 +56,6 @@ HEADS, DIM = 2, 128
 LENGTHS = (65_536, 131_072)
 ASSOCIATIVE_LENGTHS = (8192, 16_384)
 VECTOR_MEMORY = {"tpu": 2**27, "gpu": 0}  # bytes, at most
-THOROUGH = ("v5e", "h100")  # where memory at two lengths and the layers are looked at; one of each compiler
 QUADRATIC_LENGTHS = (512,)
 V5E_BYTES = 15.75e9
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -113,7 +112,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Callable]]] = {
 }
 
 
-def forms() -> Iterator[Program]:
+def forms(forward_alone: bool) -> Iterator[Program]:
     for name, (options, extra) in FORMS.items():
         attend = functools.partial(_attend, names=tuple(extra), options=options)
         is_linear = name != "quadratic"
@@ -122,7 +121,8 @@ def forms() -> Iterator[Program]:
         def arguments(length, dtype, extra=extra):
             return tokens(length, dtype), *[tokens(length, dtype)] * 2, *[make(length) for make in extra.values()]
 
-        yield Program(f"{name}, forward", arguments, attend, lengths[:1], is_linear)
+        if forward_alone:
+            yield Program(f"{name}, forward", arguments, attend, lengths[:1], is_linear)
         yield Program(f"{name}, gradient", with_cotangent(arguments), with_gradients(attend), lengths, is_linear)
 
 
@@ -239,66 +239,95 @@ class Report:
         return temporaries
 
 
-def check_program(program: Program, target: Target, report: Report) -> None:
-    for dtype_name, dtype in DTYPES.items():
-        thorough = target.name in THOROUGH and dtype_name == "float32"
+class Depth(NamedTuple):
+    """How much is compiled for a target."""
+
+    dtypes: tuple[str, ...]
+    forward_alone: bool  # beside a gradient's program, which has it inside
+    growth_for: tuple[str, ...]  # dtypes in which memory is compared at two lengths
+    all_layers: bool
+    device_counts: tuple[int, ...]  # of the train step
+
+
+QUICK = Depth(("bfloat16",), False, (), False, (1,))
+USUAL = Depth(("float32", "bfloat16"), True, (), False, (1,))
+THOROUGH = Depth(("float32", "bfloat16"), True, ("float32",), True, (1, 4))
+THOROUGH_FOR = ("v5e", "h100")  # one of each compiler
+
+
+def compile_and_add(make: Callable, target: Target, name: str, dtype: str, length: int, report: Report, linear=True):
+    """What `make()` compiles, added to the report; None if it does not compile."""
+    start = time.perf_counter()
+    try:
+        compiled = make()
+    except Exception as error:  # whatever the compiler raises is what is to be reported
+        report.problems.append(f"{target.name}, {name}, {dtype}, T = {length}: {str(error).splitlines()[0]}")
+        return None
+    problems = problems_in(compiled.as_text(), length, linear)
+    report.add(target, name, dtype, length, time.perf_counter() - start, compiled, problems)
+    return compiled
+
+
+def check_program(program: Program, target: Target, depth: Depth, report: Report) -> None:
+    for dtype in depth.dtypes:
         sizes = []
-        for length in program.lengths if thorough else program.lengths[:1]:
-            start = time.perf_counter()
-            compiled = compile_for(program.function, program.arguments(length, dtype), target)
-            problems = problems_in(compiled.as_text(), length, program.is_linear)
-            size = report.add(target, program.name, dtype_name, length, time.perf_counter() - start, compiled, problems)
-            sizes.append(size + VECTOR_MEMORY[target.platform])
+        for length in program.lengths if dtype in depth.growth_for else program.lengths[:1]:
+            make = functools.partial(compile_for, program.function, program.arguments(length, DTYPES[dtype]), target)
+            compiled = compile_and_add(make, target, program.name, dtype, length, report, program.is_linear)
+            if compiled is not None:
+                sizes.append(compiled.memory_analysis().temp_size_in_bytes + VECTOR_MEMORY[target.platform])
         if program.is_linear and len(sizes) == 2 and sizes[1] > 2.1 * sizes[0]:
-            report.problems.append(f"{target.name}, {program.name}, {dtype_name}: temporaries grow from {sizes}")
+            report.problems.append(
+                f"{target.name}, {program.name}, {dtype}: temporaries grow from {sizes[0]} to {sizes[1]}"
+            )
 
 
-def check_long(target: Target, report: Report) -> None:
+def check_long(target: Target, depth: Depth, report: Report) -> None:
     """131,072 tokens with gradients in one v5e's memory: arguments, outputs and temporaries."""
-    length = 131_072
-    for dtype_name, dtype in DTYPES.items():
-        x = tokens(length, dtype, heads=16)
-        start = time.perf_counter()
-        attend = functools.partial(linear_attention, is_causal=True)
-        compiled = compile_for(with_gradients(attend), (x, x, x, x), target)
-        size = compiled.memory_analysis()
-        total = size.argument_size_in_bytes + size.output_size_in_bytes + size.temp_size_in_bytes
-        problems = [f"takes {total / 1e9:.2f} GB"] if total > V5E_BYTES else []
-        name = f"H = 16, gradient: {total / 1e9:.2f} GB in all"
-        report.add(target, name, dtype_name, length, time.perf_counter() - start, compiled, problems)
+    length, attend = 131_072, functools.partial(linear_attention, is_causal=True)
+    for dtype in depth.dtypes:
+        x = tokens(length, DTYPES[dtype], heads=16)
+        make = functools.partial(compile_for, with_gradients(attend), (x, x, x, x), target)
+        compiled = compile_and_add(make, target, "H = 16, gradient", dtype, length, report)
+        if compiled is not None:
+            size = compiled.memory_analysis()
+            total = size.argument_size_in_bytes + size.output_size_in_bytes + size.temp_size_in_bytes
+            print(f"{target.name:6} of {length:,} tokens in {dtype}: {total / 1e9:.2f} GB with arguments and results")
+            if total > V5E_BYTES:
+                report.problems.append(f"{target.name}: {length:,} tokens in {dtype} take {total / 1e9:.2f} GB")
 
 
-def check_train_step(target: Target, report: Report) -> None:
-    """The language model's train step, on one device and split over four, with parameters split too."""
-    for dtype_name in DTYPES:
-        for count in (1, 4) if target.name in THOROUGH and dtype_name == "float32" else (1,):
+def check_train_step(target: Target, depth: Depth, report: Report) -> None:
+    """The language model's train step, on one device, and on four with its parameters split over them."""
+    for dtype in depth.dtypes:
+        for count in depth.device_counts:
             config = default_config()
-            config.model.dtype, config.context, config.shard_parameters = dtype_name, 1024, count > 1
+            config.model.dtype, config.context, config.shard_parameters = dtype, 1024, count > 1
             mesh = Mesh(np.asarray(target.devices[:count]), (lm_devices.AXIS,))
-            start = time.perf_counter()
             graphdef, state = abstract_state(ModelConfig(vocabulary_size=96, **config.model), config, mesh)
-            compiled = compile_step(graphdef, config, mesh, state)
-            problems = problems_in(compiled.as_text(), config.context * config.batch_size, True)
-            name = f"train step on {count} device(s)"
-            report.add(target, name, dtype_name, config.context, time.perf_counter() - start, compiled, problems)
+            make = functools.partial(compile_step, graphdef, config, mesh, state)
+            tokens_a_step = config.context * config.batch_size
+            compile_and_add(make, target, f"train step on {count} device(s)", dtype, tokens_a_step, report)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="+", choices=[*TPU, *GPU], help="what to compile for")
+    parser.add_argument("--quick", action="store_true", help="bfloat16 and gradients alone, about a minute a target")
     options = parser.parse_args()
     start = time.perf_counter()
     print(f"jax {jax.__version__}")
     report = Report()
     for name in options.targets:
         target = target_of(name)
+        depth = QUICK if options.quick else THOROUGH if name in THOROUGH_FOR else USUAL
         with mock.patch("jax.default_backend", lambda target=target: target.platform):  # which defaults ask for
-            for program in (*forms(), step(), *modules(target.name in THOROUGH)):
-                check_program(program, target, report)
-            check_train_step(target, report)
+            for program in (*forms(depth.forward_alone), step(), *modules(depth.all_layers)):
+                check_program(program, target, depth, report)
+            check_train_step(target, depth, report)
             if name == "v5e":
-                check_long(target, report)
-    print(f"{time.perf_counter() - start:.0f} s")
+                check_long(target, depth, report)
+    print(f"{', '.join(options.targets)}: {time.perf_counter() - start:.0f} s")
     if report.problems:
         sys.exit("\n".join(["does not hold:", *report.problems]))
 

@@ -1,11 +1,13 @@
 """What is compared: each a function that measures, prints a table, and yields its figures as rows for JSON."""
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from benchmarks import contestants, oracle
 from benchmarks.contestants import OURS_NORMALIZED, Contestant
 from benchmarks.language_model import compare_writing
@@ -37,9 +39,7 @@ def programs_of(contestant: Contestant, shape: tuple[int, ...], dtype=jnp.float3
 
 
 def _torch_programs(contestant: Contestant, arrays) -> dict[str, Program]:
-    import numpy as np
-    import torch
-
+    torch = importlib.import_module("torch")
     *inputs, cotangent = (torch.from_numpy(np.array(x)) for x in arrays)
     with_grad = [x.clone().requires_grad_() for x in inputs]
 
@@ -51,6 +51,10 @@ def _torch_programs(contestant: Contestant, arrays) -> dict[str, Program]:
         torch.autograd.grad(contestant.attend(*with_grad), with_grad, cotangent)
 
     return {"forward": Program(forward), "gradient": Program(gradient)}
+
+
+def _megabytes(temporaries: int | None) -> str:
+    return f"{'' if temporaries is None else f'{temporaries / 1e6:.1f}':>9}"
 
 
 def _row(text: str, **figures) -> dict[str, Any]:
@@ -81,10 +85,9 @@ def compare_shapes(machine: Machine, rounds: int) -> Rows:
                 ratio = seconds / best["ours", kind]
                 if contestant.is_linear and not contestant.uses_torch and not name.startswith("ours"):
                     ratios.setdefault(("best JAX peer", kind), []).append(ratio)
-                megabytes = "" if program.temporaries is None else f"{program.temporaries / 1e6:9.1f}"
                 yield _row(
                     f"{' '.join(map(str, shape)):12} {kind:9} {name:23} {seconds * 1e3:9.2f} {ratio:7.2f} "
-                    f"{seconds / limit:8.2f} {program.compile_seconds:9.2f} {megabytes:>9}",
+                    f"{seconds / limit:8.2f} {program.compile_seconds:9.2f} {_megabytes(program.temporaries)}",
                     shape=shape,
                     kind=kind,
                     contestant=name,
@@ -122,10 +125,9 @@ def compare_lengths(machine: Machine, rounds: int) -> Rows:
             seconds = best[name, kind]
             ratio = seconds / best["ours", kind]
             share = None if program.temporaries is None else program.temporaries / (3 * length * 8 * 64 * 4)
-            megabytes = "" if share is None else f"{program.temporaries / 1e6:9.1f}"
             yield _row(
                 f"{length:7} {kind:9} {name:23} {seconds * 1e3:10.2f} {seconds / length * 1e6:9.2f} {ratio:7.2f} "
-                f"{megabytes:>9} {'' if share is None else f'{share:6.2f}'}",
+                f"{_megabytes(program.temporaries)} {'' if share is None else f'{share:6.2f}'}",
                 shape=shape,
                 kind=kind,
                 contestant=name,
@@ -216,7 +218,7 @@ def compare_decays(machine: Machine, rounds: int) -> Rows:
             ratios.setdefault((name, kind), []).append(ratio)
             yield _row(
                 f"{' '.join(map(str, shape)):12} {name:8} {kind:9} {best[name, kind] * 1e3:9.2f} {ratio:7.2f} "
-                f"{program.temporaries / 1e6:9.1f}",
+                f"{_megabytes(program.temporaries)}",
                 shape=shape,
                 decay=name,
                 kind=kind,
@@ -244,7 +246,7 @@ def compare_forms(machine: Machine, rounds: int) -> Rows:
             ratio = best[form, kind] / best["chunked", kind]
             yield _row(
                 f"{length:6} {form:12} {kind:9} {best[form, kind] * 1e3:9.2f} {ratio:9.2f} {program.compile_seconds:9.2f} "
-                f"{program.temporaries / 1e6:9.1f}",
+                f"{_megabytes(program.temporaries)}",
                 length=length,
                 form=form,
                 kind=kind,

@@ -33,7 +33,8 @@ def compiled(function: Callable, *arguments) -> Program:
     start = time.perf_counter()
     executable = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
-    temporaries = executable.memory_analysis().temp_size_in_bytes
+    analysis = executable.memory_analysis()
+    temporaries = None if analysis is None else analysis.temp_size_in_bytes
     return Program(lambda: jax.block_until_ready(executable(*arguments)), seconds, temporaries)
 
 
