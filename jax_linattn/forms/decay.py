@@ -14,9 +14,9 @@ Three kinds of one protocol, over n chunks of C tokens with grouped heads (`head
 Token s is left at t with a_{s+1} ⋯ a_t, a = exp(log_decay). Only such products are ever formed, each at most 1 and never
 as a quotient. Per feature they are made of their own factors; per head they are exponentials of differences of running
 sums, kept in parts so that the differences are exact. So strong decay loses no digits of what is left, what underflows is
-0 to rounding, and a = 0 forgets exactly. (Per feature each factor is rounded on its own: what log decays below 2^-25 a token
-add up to over thousands of tokens is lost in float32.) A run of equal ids begins with a decay of 0, whatever its first
-token's own.
+0 to rounding, and a = 0 forgets exactly. (Per feature each factor is rounded on its own: what log decays below 2^-25 a
+token add up to over thousands of tokens is lost in float32.) A run of equal ids begins with a decay of 0, whatever its
+first token's own.
 
 The products are constants to every derivative, which goes another way. With L_t = log a_1 + … + log a_t, and L° the same
 number as a constant, the product is itself times exp(L_t - L°_t) / exp(L_s - L°_s). Both factors are 1 and have the right

@@ -1,8 +1,8 @@
 """Attention layers of published models, for Flax NNX: each a module that trains on whole sequences and decodes in steps.
 
 All are causal, are called as `layer(x, mask=…, segment_ids=…, decode=…)` and have `init_cache(input_shape, dtype)`;
-`LinearAttention` has the interface of Flax's attention, and `is_causal` to choose. `ShortConvolution` is a part of others. A masked token is
-no token: it changes nothing for the others, wherever it stands.
+`LinearAttention` has the interface of Flax's attention, and `is_causal` to choose; `ShortConvolution` is a part of others.
+A masked token is no token: it changes nothing for the others, wherever it stands.
 """
 
 from jax_linattn.layers.based import BasedLinearAttention, SlidingWindowAttention
