@@ -18,8 +18,6 @@ from tolerance import assert_close, relative_rms
 
 from jax_linattn import feature_maps, init_state, linear_attention_step
 
-pytestmark = pytest.mark.key
-
 BIDIRECTIONAL = [Form("quadratic", None), Form("chunked", 1)]
 SMALL = Shape(1, 3, 2, 2, 1, 1, 1, 2)
 CLOSE = {"atol": 1e-6, "rtol": 1e-6, "eps": 1e-5}  # of finite differences in float64

@@ -18,8 +18,6 @@ from tolerance import assert_close
 
 from jax_linattn import causal_linear_attention, feature_maps, linear_attention
 
-pytestmark = pytest.mark.key
-
 T, H, D, E = 13, 2, 3, 4
 LENGTHS = (4, 1, 6, 2)
 IDS = np.repeat([5, 2, 9, 0], LENGTHS).astype(np.int32)[None]  # ids are names, not numbers in order

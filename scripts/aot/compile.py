@@ -54,9 +54,10 @@ HEADS, DIM = 2, 128
 # Long enough that buffers do not stay in a TPU's vector memory, whose use is not counted; for the associative form, whose
 # program grows with log T, shorter.
 LENGTHS = (65_536, 131_072)
-ASSOCIATIVE_LENGTHS = (8192, 16_384)
+ASSOCIATIVE_LENGTHS = (2048, 4096)
 VECTOR_MEMORY = {"tpu": 2**27, "gpu": 0}  # bytes, at most
 QUADRATIC_LENGTHS = (512,)
+LAYER_LENGTHS = (4096,)
 V5E_BYTES = 15.75e9
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -112,8 +113,10 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Callable]]] = {
 }
 
 
-def forms(forward_alone: bool) -> Iterator[Program]:
+def forms(all_forms: bool, forward_alone: bool) -> Iterator[Program]:
     for name, (options, extra) in FORMS.items():
+        if not (all_forms or name.startswith("chunked")):
+            continue
         attend = functools.partial(_attend, names=tuple(extra), options=options)
         is_linear = name != "quadratic"
         lengths = {"quadratic": QUADRATIC_LENGTHS, "associative": ASSOCIATIVE_LENGTHS}.get(name, LENGTHS)
@@ -139,10 +142,10 @@ def step() -> Program:
         token = jax.ShapeDtypeStruct((length, HEADS, DIM), dtype)  # a batch of that many
         return jax.eval_shape(init_state, token, token), token, token, token
 
-    return Program("step", arguments, linear_attention_step, (8,))
+    return Program("step", arguments, linear_attention_step, (8,), is_linear=False)
 
 
-def modules(all_of_them: bool) -> Iterator[Program]:
+def modules(all_layers: bool) -> Iterator[Program]:
     """A gradient of the parameters and the input of the layers, or of the first alone."""
     width = HEADS * DIM
     makers: dict[str, Callable] = {
@@ -155,7 +158,7 @@ def modules(all_of_them: bool) -> Iterator[Program]:
         "BasedLinearAttention": lambda **how: layers.BasedLinearAttention(width, HEADS, **how),
         "SlidingWindowAttention": lambda **how: layers.SlidingWindowAttention(width, HEADS, window=64, **how),
     }
-    for name, maker in list(makers.items())[: None if all_of_them else 1]:
+    for name, maker in list(makers.items())[: None if all_layers else 1]:
 
         def split(dtype, maker=maker):
             return nnx.split(maker(dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param, ...)
@@ -174,7 +177,7 @@ def modules(all_of_them: bool) -> Iterator[Program]:
 
             return jax.grad(loss, argnums=(0, 1))(params, x)
 
-        yield Program(f"{name}, gradient", arguments, gradient)
+        yield Program(f"{name}, gradient", arguments, gradient, LAYER_LENGTHS)
 
 
 def _plain(state) -> Any:
@@ -243,15 +246,16 @@ class Depth(NamedTuple):
     """How much is compiled for a target."""
 
     dtypes: tuple[str, ...]
+    all_forms: bool  # else the chunked one alone
     forward_alone: bool  # beside a gradient's program, which has it inside
     growth_for: tuple[str, ...]  # dtypes in which memory is compared at two lengths
     all_layers: bool
     device_counts: tuple[int, ...]  # of the train step
 
 
-QUICK = Depth(("bfloat16",), False, (), False, (1,))
-USUAL = Depth(("float32", "bfloat16"), True, (), False, (1,))
-THOROUGH = Depth(("float32", "bfloat16"), True, ("float32",), True, (1, 4))
+QUICK = Depth(("bfloat16",), False, False, (), False, ())
+USUAL = Depth(("float32", "bfloat16"), True, True, (), False, (1,))
+THOROUGH = Depth(("float32", "bfloat16"), True, True, ("float32",), True, (1, 4))
 THOROUGH_FOR = ("v5e", "h100")  # one of each compiler
 
 
@@ -302,7 +306,8 @@ def check_train_step(target: Target, depth: Depth, report: Report) -> None:
     for dtype in depth.dtypes:
         for count in depth.device_counts:
             config = default_config()
-            config.model.dtype, config.context, config.shard_parameters = dtype, 1024, count > 1
+            config.update({"context": 1024, "batch_size": 4, "shard_parameters": count > 1})
+            config.model.update({"dtype": dtype, "num_layers": 1, "num_heads": 2})
             mesh = Mesh(np.asarray(target.devices[:count]), (lm_devices.AXIS,))
             graphdef, state = abstract_state(ModelConfig(vocabulary_size=96, **config.model), config, mesh)
             make = functools.partial(compile_step, graphdef, config, mesh, state)
@@ -313,7 +318,9 @@ def check_train_step(target: Target, depth: Depth, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="+", choices=[*TPU, *GPU], help="what to compile for")
-    parser.add_argument("--quick", action="store_true", help="bfloat16 and gradients alone, about a minute a target")
+    parser.add_argument(
+        "--quick", action="store_true", help="the chunked form's gradients in bfloat16 alone, about a minute a target"
+    )
     options = parser.parse_args()
     start = time.perf_counter()
     print(f"jax {jax.__version__}")
@@ -322,7 +329,7 @@ def main() -> None:
         target = target_of(name)
         depth = QUICK if options.quick else THOROUGH if name in THOROUGH_FOR else USUAL
         with mock.patch("jax.default_backend", lambda target=target: target.platform):  # which defaults ask for
-            for program in (*forms(depth.forward_alone), step(), *modules(depth.all_layers)):
+            for program in (*forms(depth.all_forms, depth.forward_alone), step(), *modules(depth.all_layers)):
                 check_program(program, target, depth, report)
             check_train_step(target, depth, report)
             if name == "v5e":
