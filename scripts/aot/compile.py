@@ -254,7 +254,7 @@ class Depth(NamedTuple):
 
 
 QUICK = Depth(("bfloat16",), False, False, (), False, ())
-USUAL = Depth(("float32", "bfloat16"), True, True, (), False, (1,))
+USUAL = Depth(("float32", "bfloat16"), True, False, (), False, (1,))
 THOROUGH = Depth(("float32", "bfloat16"), True, True, ("float32",), True, (1, 4))
 THOROUGH_FOR = ("v5e", "h100")  # one of each compiler
 
