@@ -3,7 +3,9 @@
 # make check   linter, format and types
 # make test-interop   our layers against those of Hugging Face transformers, in an environment with torch, .venv-interop
 # make aot     compiles everything for TPUs (v5e, v6e, v7x) and an H100, which need not be here, in .venv-tpu and .venv-cuda
-# make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark; ARGS="shapes" for a part
+#              (aot-v5e, aot-v6e, aot-tpu7x, aot-h100 for one)
+# make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark, about 20 minutes; figures and
+#              plots in runs/benchmarks; ARGS="shapes" for a part: shapes, lengths, steps, writing, decays, forms
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
 # A smaller torch, without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-interop
 # Another model: make train CONFIG=configs/softmax.py; other options: make train ARGS="--config.steps=2000 --config.name=long"

@@ -71,7 +71,7 @@ def sequences(query, key, value, *, same_length: bool, batched: bool = False) ->
 
 def one_token(query, key, value) -> tuple[Array, Array, Array]:
     """Checks query [B, H, D], key [B, K, D], value [B, V, E]."""
-    query, key, value = _vectors(query, key, value, {3: "[B, heads, dim]"})
+    query, key, value = _vectors(query, key, value, {3: "[B, heads, dim] (one token has no axis of time)"})
     require(
         query.shape[0] == key.shape[0] == value.shape[0],
         f"query, key and value must have the same batch size, got query {query.shape}, key {key.shape}, "
@@ -140,7 +140,7 @@ def key_mask(mask, batch: int, length: int) -> Array | None:
     if mask is None:
         return None
     accepted = (
-        f"mask must be bool with True for a real token, of shape [B, S] = {(batch, length)} or [B or 1, 1, 1, S]; got "
+        f"mask must be bool with True for a real token, of shape [B, tokens] = {(batch, length)} or [B or 1, 1, 1, S]; got "
         f"{getattr(mask, 'dtype', type(mask).__name__)} {np.shape(mask)}. "
         "For a causal mask use is_causal=True, for packed documents segment_ids"
     )
@@ -212,8 +212,8 @@ def log_decay(log_decay, leading: tuple[int, ...], num_heads: int, axes: str, un
     letters = axes.replace("B, ", "") if unbatched else axes
     accepted = (
         f"log_decay must be a floating-point array per head, [N] = ({num_heads},) or {letters} = {(*passed, num_heads)}, "
-        f"or per feature, {letters[:-1]}, F] = {(*passed, num_heads, 'F')}, N = max(K, V); got "
-        f"{dtype or type(log_decay).__name__} {shape}"
+        f"or per feature, {letters[:-1]}, F], N being the larger number of key and value heads; got "
+        f"{dtype or type(log_decay).__name__} {shape}; other shapes by jnp.broadcast_to"
     )
     require(dtype is not None and jnp.issubdtype(dtype, jnp.floating), accepted)
     full = (*passed, num_heads)
