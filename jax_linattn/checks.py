@@ -140,7 +140,7 @@ def key_mask(mask, batch: int, length: int) -> Array | None:
     if mask is None:
         return None
     accepted = (
-        f"mask must be bool with True for a real token, of shape [B, tokens] = {(batch, length)} or [B or 1, 1, 1, S]; got "
+        f"mask must be bool with True for a real token, of shape [B, S] = {(batch, length)} or [B or 1, 1, 1, S]; got "
         f"{getattr(mask, 'dtype', type(mask).__name__)} {np.shape(mask)}. "
         "For a causal mask use is_causal=True, for packed documents segment_ids"
     )
