@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 STYLES = {
     "ours": ("#c2410c", "o", "linear attention, unnormalised"),
     "ours, elu+1 normalised": ("#f59e0b", "s", "linear attention, elu + 1, normalised"),
+    "step": ("#c2410c", "o", "linear attention, elu + 1, normalised"),
     "softmax": ("#1d4ed8", "^", "softmax attention over a cache"),
     "softmax, jax.nn": ("#1d4ed8", "^", "softmax attention, jax.nn"),
     "softmax, torch": ("#0e7490", "v", "softmax attention, torch"),
@@ -62,7 +63,8 @@ def _steps(rows, first):
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=False)
     for panel, batch in zip(axes, (1, 64), strict=True):
         here = [row for row in rows if row["batch"] == batch]
-        for contestant in ("ours", "softmax"):
+        here = [{**row, "contestant": "step"} if row["contestant"] == "ours" else row for row in here]
+        for contestant in ("step", "softmax"):
             _curve(panel, here, contestant, "context", "seconds", 1e6)
         _finish(panel, f"A decoded token, B = {batch}, H = 8, D = 64", "tokens before it", "microseconds")
     axes[0].legend()
