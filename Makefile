@@ -7,7 +7,7 @@
 # make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark, about 20 minutes; figures and
 #              plots in runs/benchmarks; ARGS="shapes" for a part: shapes, lengths, steps, writing, decays, forms
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
-# A smaller torch, without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-interop
+# A smaller torch, without CUDA: set PIP_EXTRA_INDEX_URL to the index of CPU builds that pytorch.org names
 # Another model: make train CONFIG=configs/softmax.py; other options: make train ARGS="--config.steps=2000 --config.name=long"
 
 VENV := .venv
