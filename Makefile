@@ -4,7 +4,7 @@
 # make test-interop   our layers against those of Hugging Face transformers, in an environment with torch, .venv-interop
 # make aot     compiles everything for TPUs (v5e, v6e, v7x) and an H100, which need not be here, in .venv-tpu and .venv-cuda
 #              (aot-v5e, aot-v6e, aot-tpu7x, aot-h100 for one)
-# make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark, about 20 minutes; figures and
+# make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark, half an hour or so; figures and
 #              plots in runs/benchmarks; ARGS="shapes" for a part: shapes, lengths, steps, writing, decays, forms
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
 # A smaller torch, without CUDA: set PIP_EXTRA_INDEX_URL to the index of CPU builds that pytorch.org names

@@ -1,6 +1,6 @@
 """Time and memory of linear attention beside what one would use instead, on this machine.
 
-    python scripts/benchmark.py                  everything, about 20 minutes on 2 cores; then the plots
+    python scripts/benchmark.py                  everything, half an hour or so on 2 cores; then the plots
     python scripts/benchmark.py shapes decays    some of the comparisons
     python scripts/benchmark.py --plot-only      the plots again, from the figures that are there
 

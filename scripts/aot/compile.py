@@ -234,12 +234,13 @@ class Report:
         self.problems: list[str] = []
         print(f"{'for':6} {'program':37} {'dtype':9} {'T':>7} {'compile s':>9} {'temporaries MB':>14} {'a token':>8}")
 
-    def add(self, target: Target, name: str, dtype: str, length: int, seconds: float, compiled, problems: list[str]) -> int:
+    def add(
+        self, target: Target, name: str, dtype: str, length: int, seconds: float, compiled, problems: list[str]
+    ) -> None:
         temporaries = compiled.memory_analysis().temp_size_in_bytes
         columns = f"{target.name:6} {name:37} {dtype:9} {length:7} {seconds:9.1f} {temporaries / 1e6:14.1f}"
         print(f"{columns} {temporaries / length:8.0f}", flush=True)
         self.problems += [f"{target.name}, {name}, {dtype}, T = {length}: {problem}" for problem in problems]
-        return temporaries
 
 
 class Depth(NamedTuple):

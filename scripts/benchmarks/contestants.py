@@ -21,8 +21,7 @@ class Contestant(NamedTuple):
     """One function that is timed."""
 
     attend: Callable[..., Any]
-    is_linear: bool = True  # else softmax, which is compared with its own formula
-    normalizes: bool = False
+    formula: str = "unnormalized"  # of `oracle.FORMULAS`
     uses_torch: bool = False
     longest: int = 1 << 30  # more tokens than this would take too long, or too much memory
 
@@ -93,15 +92,15 @@ def _torch_chunked() -> Callable:
 
 MAKERS: dict[str, Callable[[], Contestant]] = {
     "ours": lambda: Contestant(OURS),
-    "ours, elu+1 normalised": lambda: Contestant(OURS_NORMALIZED, normalizes=True),
+    "ours, elu+1 normalised": lambda: Contestant(OURS_NORMALIZED, formula="elu_plus_one"),
     "mamba2-jax": lambda: Contestant(_mamba2_jax()),
     "jla chunked": lambda: Contestant(_jla("chunked")),
     "jla scan": lambda: Contestant(_jla("reference"), longest=1024),
-    "mlstm_kernels": lambda: Contestant(_mlstm(), normalizes=True),
+    "mlstm_kernels": lambda: Contestant(_mlstm(), formula="mlstm"),
     "softmax, jax.nn": lambda: Contestant(
-        functools.partial(jax.nn.dot_product_attention, is_causal=True), is_linear=False, longest=8192
+        functools.partial(jax.nn.dot_product_attention, is_causal=True), formula="softmax", longest=8192
     ),
-    "softmax, torch": lambda: Contestant(_torch_softmax(), is_linear=False, uses_torch=True),
+    "softmax, torch": lambda: Contestant(_torch_softmax(), formula="softmax", uses_torch=True, longest=16_384),
     "chunked, torch": lambda: Contestant(_torch_chunked(), uses_torch=True),
 }
 

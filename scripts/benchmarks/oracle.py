@@ -19,27 +19,32 @@ def check(name: str, contestant: Contestant, heads: int, dim: int) -> None:
         got = contestant.attend(*map(torch.from_numpy, (query, key, value))).numpy()
     else:
         got = np.asarray(jax.jit(contestant.attend)(query, key, value))
-    want = _softmax(query, key, value) if not contestant.is_linear else _linear(name, query, key, value)
+    want = np.einsum("bhts,bshe->bthe", FORMULAS[contestant.formula](query, key), value)
     error = np.max(np.abs(got - want)) / np.max(np.abs(want))
     assert error <= TOLERANCE, f"{name} is off by {error:.1e} of the largest number"
 
 
-def _causal(query, key):
+# The weights [B, H, T, S] of queries and keys [B, T, H, D].
+
+
+def _unnormalized(query, key):
     return np.tril(np.einsum("bthd,bshd->bhts", query.astype(np.float64), key.astype(np.float64)))
 
 
-def _linear(name: str, query, key, value):
-    if name == "ours, elu+1 normalised":
-        query, key = (np.where(x > 0, x + 1, np.exp(x.astype(np.float64))) for x in (query, key))
-    weights = _causal(query, key)
-    if name == "ours, elu+1 normalised":
-        weights = weights / np.sum(weights, axis=-1, keepdims=True)
-    if name == "mlstm_kernels":
-        weights = weights / np.maximum(np.abs(np.sum(weights, axis=-1, keepdims=True)), 1)
-    return np.einsum("bhts,bshe->bthe", weights, value)
+def _elu_plus_one(query, key):
+    weights = _unnormalized(*(np.where(x > 0, x + 1, np.exp(x.astype(np.float64))) for x in (query, key)))
+    return weights / np.sum(weights, axis=-1, keepdims=True)
 
 
-def _softmax(query, key, value):
-    logits = _causal(query, key) / np.sqrt(query.shape[-1])
+def _mlstm(query, key):
+    weights = _unnormalized(query, key)
+    return weights / np.maximum(np.abs(np.sum(weights, axis=-1, keepdims=True)), 1)
+
+
+def _softmax(query, key):
+    logits = _unnormalized(query, key) / np.sqrt(query.shape[-1])
     weights = np.tril(np.exp(logits - np.max(logits, axis=-1, keepdims=True)))
-    return np.einsum("bhts,bshe->bthe", weights / np.sum(weights, axis=-1, keepdims=True), value)
+    return weights / np.sum(weights, axis=-1, keepdims=True)
+
+
+FORMULAS = {"unnormalized": _unnormalized, "elu_plus_one": _elu_plus_one, "mlstm": _mlstm, "softmax": _softmax}
