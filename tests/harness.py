@@ -1,6 +1,4 @@
-"""How the tests call jax: float64 for a while, quick compilation, one compiled call for values and all gradients."""
-
-import functools
+"""How the tests call jax: float64 for a while, one compiled call for values and all gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +7,6 @@ from cases import MAPS, Case, Form, Problem, draw
 
 import jax_linattn
 from jax_linattn import LinearAttentionState
-
-
-def _quick_options() -> dict:
-    """Options of the compiler that this version of jax has, out of those that make it quick instead of its code."""
-    chosen = {}
-    for name, value in {
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-    }.items():
-        try:
-            jax.jit(jnp.negative, compiler_options={name: value}).lower(1.0).compile()
-        except jax.errors.JaxRuntimeError:
-            continue
-        chosen[name] = value
-    return chosen
-
-
-# Compilation is most of the suite's time, and most of that is spent on fast machine code. The algebra does not mind.
-quick_jit = functools.partial(jax.jit, compiler_options=_quick_options())
 
 
 def x64(enabled: bool = True):
@@ -72,13 +50,13 @@ def attend(form: Form, is_causal: bool, feature_map, rule: dict, arguments, hidi
     return output, state.kv, state.key_sum
 
 
-def results_and_gradients(case: Case, form: Form, dtype="float64", jit=quick_jit):
+def results_and_gradients(case: Case, form: Form, dtype="float64"):
     """What `cases.expected` gives, from the package: in one compiled function."""
     problem = draw(case, dtype)
-    return run(problem, form, case.is_causal, MAPS[case.feature_map][0], jit)
+    return run(problem, form, case.is_causal, MAPS[case.feature_map][0])
 
 
-def run(problem: Problem, form: Form, is_causal: bool, feature_map=MAPS["elu_plus_one"][0], jit=quick_jit):
+def run(problem: Problem, form: Form, is_causal: bool, feature_map=MAPS["elu_plus_one"][0]):
     """(results, gradients) of a problem."""
 
     def loss(arguments, hiding, cotangents):
@@ -87,7 +65,7 @@ def run(problem: Problem, form: Form, is_causal: bool, feature_map=MAPS["elu_plu
         return sum(products), results
 
     arguments, hiding, cotangents = jax.tree.map(jnp.asarray, (problem.arguments, problem.hiding, problem.cotangents))
-    (_, results), gradients = jit(jax.value_and_grad(loss, has_aux=True))(arguments, hiding, cotangents)
+    (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arguments, hiding, cotangents)
     return list(results), list(gradients)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from harness import quick_jit, x64
+from harness import x64
 from tolerance import assert_close, relative_rms
 
 from jax_linattn.nnx.cache import get_value
@@ -47,7 +47,7 @@ def call(module, x, *, decode: bool = False, **arrays):
     return np.asarray(output)
 
 
-@functools.partial(quick_jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _call(graphdef, decode, state, x, arrays):
     module = nnx.merge(graphdef, state)
     output = module(x, decode=decode, **arrays)
@@ -133,7 +133,7 @@ def check_gradients(make) -> None:
     module, x, (between, after) = make(), inputs(2, LENGTH), _masks()
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
-    @quick_jit
+    @jax.jit
     @jax.grad
     def gradients(params, x, mask):
         output = nnx.merge(graphdef, params, rest)(x, mask=mask)

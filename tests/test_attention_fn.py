@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 from layer_cases import FEATURES, HEADS, by_hand, quick_normal
 from tolerance import assert_close
 
@@ -53,7 +52,7 @@ class Linen(NamedTuple):
         module = self.module.clone(decode=True)
         cache = jax.eval_shape(module.init, jax.random.key(0), x)["cache"]
         cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
-        step = quick_jit(functools.partial(module.apply, mutable=["cache"], **kwargs))
+        step = jax.jit(functools.partial(module.apply, mutable=["cache"], **kwargs))
         outputs = []
         for t in range(x.shape[-2]):
             output, changed = step({**self.variables, "cache": cache}, x[..., t : t + 1, :])
@@ -93,7 +92,7 @@ class NNX(NamedTuple):
         self.module.init_cache(x.shape)
         graphdef, state = nnx.split(self.module)
 
-        @quick_jit
+        @jax.jit
         def step(state, token):
             module = nnx.merge(graphdef, state)
             output = module(token, decode=True, **kwargs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CAUSAL_FORMS, ONE_OF_EACH, runs
-from harness import normal, quick_jit
+from harness import normal
 
 from jax_linattn import attention_weights, causal_linear_attention, feature_maps, linear_attention
 
@@ -45,7 +45,7 @@ def _assert_past_is_unchanged(function, tokens, time_axis=1, size=1.0):
 @pytest.mark.parametrize("name", _maps())
 @pytest.mark.parametrize("form", CAUSAL_FORMS, ids=str)
 def test_the_future_changes_no_bit(form, name):
-    @quick_jit
+    @jax.jit
     def attend(q, k, v):
         options = {"normalize": False} if name == "identity" else {}
         return causal_linear_attention(q, k, v, feature_map=_maps()[name], **options, **form.options())[1]
@@ -56,7 +56,7 @@ def test_the_future_changes_no_bit(form, name):
 def _with_a_huge_token(form, segment_ids=None):
     """Outputs without, and for each t > 0 and for key and value the outputs with, 1e38 at time t."""
 
-    @quick_jit
+    @jax.jit
     def attend(q, k, v):
         return linear_attention(q, k, v, is_causal=True, segment_ids=segment_ids, **form.options())
 
@@ -91,10 +91,10 @@ def test_every_entry_point(chosen):
         "causal_linear_attention": lambda *tokens: causal_linear_attention(*tokens, **chosen)[1],
     }
     for function in functions.values():
-        _assert_past_is_unchanged(quick_jit(function), _tokens())
-    unbatched = quick_jit(lambda q, k, v: linear_attention(q[0], k[0], v[0], is_causal=True, **chosen)[None])
+        _assert_past_is_unchanged(jax.jit(function), _tokens())
+    unbatched = jax.jit(lambda q, k, v: linear_attention(q[0], k[0], v[0], is_causal=True, **chosen)[None])
     _assert_past_is_unchanged(unbatched, _tokens())
-    weights = quick_jit(lambda q, k: attention_weights(q, k, is_causal=True))
+    weights = jax.jit(lambda q, k: attention_weights(q, k, is_causal=True))
     _assert_past_is_unchanged(weights, _tokens()[:2], time_axis=2)
 
 
@@ -107,7 +107,7 @@ def test_the_past_has_no_gradient_from_the_future(form):
         return jnp.sum(linear_attention(q, k, v, is_causal=True, **form.options()), axis=(0, 2, 3))
 
     _, k, v = (x[:1] for x in _tokens())
-    for jacobian in quick_jit(jax.jacrev(attend, argnums=(0, 1)))(k, v):
+    for jacobian in jax.jit(jax.jacrev(attend, argnums=(0, 1)))(k, v):
         depends = np.any(np.asarray(jacobian)[:, 0] != 0, axis=(-2, -1))
         depends[0, 0] = True  # one key alone has weight 1, whatever it is
         np.testing.assert_array_equal(depends, np.tril(np.ones((T, T), bool)))

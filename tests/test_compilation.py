@@ -6,7 +6,7 @@ Field case 46 (a retrace for every length; 100 decode steps).
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import count_compilations, normal, quick_jit
+from harness import count_compilations, normal
 
 from jax_linattn import (
     FeatureMap,
@@ -62,7 +62,7 @@ def test_another_scale_is_no_other_program():
 def test_100_decode_steps_compile_once():
     """Jitted, and eager."""
     tokens = _tokens(0, 100)
-    for step in (quick_jit(linear_attention_step), linear_attention_step):
+    for step in (jax.jit(linear_attention_step), linear_attention_step):
         state = init_state(*tokens[1:])
         state, _ = step(state, *(x[:, 0] for x in tokens))
         rows = [[x[:, t] for x in tokens] for t in range(100)]

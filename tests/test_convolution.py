@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import normal, quick_jit, x64
+from harness import normal, x64
 from tolerance import assert_close
 
 from jax_linattn.convolution import causal_convolution, init_convolution_state
 
 BATCH, DIM = 3, 5
-compiled = quick_jit(causal_convolution)
+compiled = jax.jit(causal_convolution)
 
 
 def oracle(x, kernel, bias, state, mask, segment_ids=None):
@@ -72,7 +72,7 @@ def test_a_masked_token_is_no_token():
         last, y = causal_convolution(x, kernel, bias, state=state, mask=mask)
         return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(last)), (last, y)
 
-    gradient = quick_jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
     (_, (last, y)), (dx, dkernel, dbias, dstate) = gradient(x, kernel, bias, state, mask)
     assert np.all(np.asarray(dx)[~mask] == 0)
     assert np.all(np.asarray(y)[~mask] == 0)
@@ -129,7 +129,7 @@ def test_gradients_of_packed_documents_are_those_of_each_alone():
         y = causal_convolution(x, kernel, bias, segment_ids=segment_ids)[1]
         return jnp.sum(jnp.where(jnp.isnan(y), 0, jnp.sin(y)))
 
-    gradient = quick_jit(jax.grad(loss, argnums=(0, 1, 2)))
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     packed = gradient(x[:1], kernel, bias, jnp.asarray(IDS[:1]))
     first, last = gradient(x[:1, :3], kernel, bias), gradient(x[:1, 8:], kernel, bias)
     assert_close(packed[0][:, :3], first[0], gradient=True)
@@ -142,7 +142,7 @@ def test_the_future_changes_nothing():
     def convolve(x):
         return causal_convolution(x, kernel, bias, mask=jnp.asarray(mask[:1]))[1]
 
-    jacobian = quick_jit(jax.jacfwd(convolve))(x[:1])
+    jacobian = jax.jit(jax.jacfwd(convolve))(x[:1])
     depends = np.any(np.asarray(jacobian) != 0, axis=(0, 2, 3, 5))  # [T of y, T of x]
     assert not np.any(np.triu(depends, 1))
     assert np.array_equal(np.diag(depends), mask[0])
@@ -155,8 +155,8 @@ def test_transforms_and_16_bits():
     def convolve(x, mask):
         return causal_convolution(x, kernel, bias, mask=mask)
 
-    one_by_one = quick_jit(jax.vmap(lambda x, mask: convolve(x[None], mask[None])))(x, mask)
-    for got, want in zip(one_by_one, quick_jit(convolve)(x, mask), strict=True):
+    one_by_one = jax.jit(jax.vmap(lambda x, mask: convolve(x[None], mask[None])))(x, mask)
+    for got, want in zip(one_by_one, jax.jit(convolve)(x, mask), strict=True):
         assert_close(got[:, 0], want)
 
     def step(state, token):

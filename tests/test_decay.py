@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import MAPS, ONE_OF_EACH, SHAPES, Form, runs
-from harness import normal, quick_jit, state_of, x64
+from harness import normal, state_of, x64
 from tolerance import assert_close, relative_rms
 from tracing import largest_array, program_size
 
@@ -90,7 +90,7 @@ def test_values_and_gradients(setting, form, kind):
     shape, heads, arguments, state, hiding, rule, cotangents = _problem(setting)
     feature_map, oracle_map = MAPS["elu_plus_one"]
 
-    @quick_jit
+    @jax.jit
     def run(arguments, hiding):
         def attend(q, k, v, log_decay, kv, key_sum):
             options = {**form.options(), **rule, **hiding, "log_decay": log_decay, "feature_map": feature_map}
@@ -126,7 +126,7 @@ def test_16_bits_and_float32(kind):
     batch, length, heads, dim = 1, 300, 2, 16
     arrays = normal(3, *[(batch, length, heads, dim)] * 4, dtype=np.float64)
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v, log_decay, cotangent):
         attend = functools.partial(linear_attention, is_causal=True, implementation="chunked")
         output, pullback = jax.vjp(lambda *args: attend(*args[:3], log_decay=args[3]), q, k, v, log_decay)
@@ -156,7 +156,7 @@ def test_zero_and_minus_infinity(form, kind):
     resets[0, 4] = resets[1, 9] = resets[1, 10] = True
     shape = (batch, length, heads) + ((dim,) if kind == "feature" else ())
 
-    @quick_jit
+    @jax.jit
     def run(log_decay, segment_ids):
         def attend(q, k, v, log_decay):
             options = {"log_decay": log_decay, "segment_ids": segment_ids, **form.options()}
@@ -171,7 +171,7 @@ def test_zero_and_minus_infinity(form, kind):
         mask = resets.reshape(batch, length, *[1] * (len(shape) - 2))
         by_decay = run(jnp.where(mask, -jnp.inf, zero), one_run)
         by_segment = run(zero, jnp.cumsum(jnp.asarray(resets), axis=1))
-        plain = quick_jit(lambda *args: causal_linear_attention(*args, **form.options())[::-1])(q, k, v)
+        plain = jax.jit(lambda *args: causal_linear_attention(*args, **form.options())[::-1])(q, k, v)
         no_decay = run(zero, one_run)[0]
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(by_decay))
     for got, want in zip(jax.tree.leaves(by_decay)[:-1], jax.tree.leaves(by_segment)[:-1], strict=True):
@@ -188,7 +188,7 @@ def test_strong_decay_over_many_tokens(kind):
     shape = (1, 8192, 1, 4)
     log_decay = jnp.full(shape if kind == "feature" else shape[:-1], -50.0)
 
-    @quick_jit
+    @jax.jit
     def run(*arguments):
         attend = lambda *args: linear_attention(*args[:3], log_decay=args[3], is_causal=True)
         output, pullback = jax.vjp(attend, *arguments)
@@ -214,7 +214,7 @@ def _second_derivative(form, kind):
             output = linear_attention(q, k, v, log_decay=log_decay, is_causal=True, **form.options())
             return jnp.sum(jnp.sin(output))
 
-        return quick_jit(jax.vmap(lambda d: jax.jvp(jax.grad(loss), (log_decay,), (d,))))(directions)
+        return jax.jit(jax.vmap(lambda d: jax.jvp(jax.grad(loss), (log_decay,), (d,))))(directions)
 
 
 @pytest.mark.parametrize("form", [form for form in ONE_OF_EACH if form.implementation != "recurrent"], ids=str)
@@ -233,8 +233,8 @@ def test_splits_and_steps(kind):
     q, k, v = normal(4, *[(batch, length, heads, dim)] * 3)
     log_decay = gates("half", kind, batch, length, heads, dim, dtype=np.float32)
     mask = np.random.default_rng(0).random((batch, length)) < 0.7
-    attend = quick_jit(lambda *args, **options: causal_linear_attention(*args, **options))
-    step = quick_jit(lambda *args, **options: linear_attention_step(*args, **options))
+    attend = jax.jit(lambda *args, **options: causal_linear_attention(*args, **options))
+    step = jax.jit(lambda *args, **options: linear_attention_step(*args, **options))
     want_state, want = attend(q, k, v, log_decay=log_decay, mask=mask)
     state, outputs = None, []
     for start, end in ((0, 5), (5, 9)):
@@ -259,7 +259,7 @@ def test_the_future_changes_no_bit(form, kind):
     log_decay = gates("half", kind, batch, length, heads, dim, dtype=np.float32)
     other = log_decay.copy()
     other[:, 6:] = -np.inf
-    call = quick_jit(lambda log_decay: linear_attention(q, k, v, log_decay=log_decay, is_causal=True, **form.options()))
+    call = jax.jit(lambda log_decay: linear_attention(q, k, v, log_decay=log_decay, is_causal=True, **form.options()))
     before, after = call(log_decay), call(other)
     np.testing.assert_array_equal(before[:, :6], after[:, :6])
     assert np.any(np.asarray(before[:, 6:]) != np.asarray(after[:, 6:]))
@@ -272,10 +272,10 @@ def test_weights(kind):
     for num_query, num_key, num_state in ((4, 2, 2), (2, 2, 4)):
         q, k, v = normal(9, *[(batch, length, heads, dim) for heads in (num_query, num_key, num_state)])
         log_decay = gates("half", kind, batch, length, num_state, dim, dtype=np.float32)
-        weights = quick_jit(lambda q, k, g: attention_weights(q, k, log_decay=g, is_causal=True))(q, k, log_decay)
+        weights = jax.jit(lambda q, k, g: attention_weights(q, k, log_decay=g, is_causal=True))(q, k, log_decay)
         values = np.repeat(v, weights.shape[1] // num_state, axis=2)
         got = np.einsum("bhts,bshe->bthe", weights, values)
-        attend = quick_jit(lambda q, k, v, g: linear_attention(q, k, v, log_decay=g, is_causal=True))
+        attend = jax.jit(lambda q, k, v, g: linear_attention(q, k, v, log_decay=g, is_causal=True))
         assert_close(got, attend(q, k, v, log_decay))
 
 
@@ -310,7 +310,7 @@ def test_memory_of_the_gradient(form, kind):
     size_at, grown = {}, {}
     for length in (2048, 8192):
         function, arguments = gradient(length)
-        size_at[length] = quick_jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+        size_at[length] = jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
         grown[length] = program_size(function, *arguments)
         assert largest_array(function, *arguments) <= length * dim * 4
     assert size_at[8192] <= 4.2 * size_at[2048]
@@ -351,7 +351,7 @@ def test_what_comes_after_a_restart_does_not_reach_what_comes_before(kind, by, f
         log_decay = log_decay.at[:, half].set(-jnp.inf)
     segment_ids = jnp.asarray(np.arange(length) >= half, jnp.int32)[None] if by == "segments" else None
 
-    @quick_jit
+    @jax.jit
     def gradient(weights, v):
         def loss(log_decay):
             options = {"is_causal": True, "normalize": False, "segment_ids": segment_ids, **form.options()}
@@ -371,5 +371,5 @@ def test_what_comes_after_a_restart_does_not_reach_what_comes_before(kind, by, f
 def test_a_nan_is_causal(kind):
     q, k, v = map(jnp.asarray, normal(3, *[(1, 9, 2, 4)] * 3))
     log_decay = jnp.asarray(gates("sigmoid", kind, 1, 9, 2, 4, dtype=np.float32))
-    attend = quick_jit(lambda log_decay: linear_attention(q, k, v, is_causal=True, log_decay=log_decay, chunk_size=8))
+    attend = jax.jit(lambda log_decay: linear_attention(q, k, v, is_causal=True, log_decay=log_decay, chunk_size=8))
     np.testing.assert_array_equal(attend(log_decay.at[:, 6].set(jnp.nan))[:, :6], attend(log_decay)[:, :6])

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BIDIRECTIONAL_CASES, CAUSAL_CASES, ONE_OF_EACH, Case, Form, Shape, expected
-from harness import normal, quick_jit, results_and_gradients, x64
+from harness import normal, results_and_gradients, x64
 from tolerance import assert_close
 from tracing import equations
 
@@ -28,9 +28,9 @@ LONGER = Shape(1, 67, 61, 2, 1, 2, 3, 2)
 SHORT = [("float16", "masked"), ("bfloat16", "plain"), ("bfloat16", "segments_unnormalized")]
 
 
-def _check(case: Case, form: Form, dtype: str, jit=quick_jit):
+def _check(case: Case, form: Form, dtype: str):
     """Beside the float64 result of the rounded inputs."""
-    results, gradients = results_and_gradients(case, form, dtype, jit)
+    results, gradients = results_and_gradients(case, form, dtype)
     want_results, want_gradients = expected(case, dtype)
     assert str(results[0].dtype) == dtype
     assert {str(x.dtype) for x in results[1:]} <= {"float32"}
@@ -51,7 +51,7 @@ def _check(case: Case, form: Form, dtype: str, jit=quick_jit):
 )
 def test_float32(form, is_causal):
     hides = ("mask", "segment_ids")
-    _check(Case("float32", LONGER, is_causal, hides=hides, with_state=is_causal), form, "float32", jax.jit)
+    _check(Case("float32", LONGER, is_causal, hides=hides, with_state=is_causal), form, "float32")
 
 
 @pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
@@ -81,7 +81,7 @@ def test_16_bits_both_ways(dtype, name, form):
 def test_4096_tokens(form, dtype):
     """Field case 6: Σφ(k) passes every 16-bit limit. Beside cumulative sums in float64."""
     tokens = [jnp.asarray(x, dtype) for x in normal(0, (1, 4096, 1, 3), (1, 4096, 1, 3), (1, 4096, 1, 4))]
-    state, output = quick_jit(lambda *x: causal_linear_attention(*x, **form.options()))(*tokens)
+    state, output = jax.jit(lambda *x: causal_linear_attention(*x, **form.options()))(*tokens)
     want, kv, key_sum = oracle.one_head(*(np.asarray(x[0, :, 0]).astype(np.float64) for x in tokens))
     assert_close(output[0, :, 0], want, length=4096)
     assert state.kv.dtype == state.key_sum.dtype == jnp.float32
@@ -93,7 +93,7 @@ def test_decoding_in_bfloat16_does_not_drift():
     """Field case 41: over 4,096 steps the error of the last outputs is that of the first, and of a rounded output."""
     tokens = [jnp.asarray(x, jnp.bfloat16) for x in normal(1, *[(4096, 2, 1, 4)] * 3)]
 
-    @quick_jit
+    @jax.jit
     def decode(tokens):
         start = init_state(tokens[1][0], tokens[2][0])
         return jax.lax.scan(lambda state, token: linear_attention_step(state, *token), start, tokens)

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import ONE_OF_EACH, Case, Form, Shape, draw
-from harness import attend, normal, quick_jit, x64
+from harness import attend, normal, x64
 from jax.test_util import check_grads
 from tolerance import assert_close, relative_rms
 
@@ -81,7 +81,7 @@ def test_second_derivatives_in_every_mode(form, is_causal):
     def loss(x):
         return _loss(form, is_causal, problem)(unflatten(x))
 
-    @quick_jit
+    @jax.jit
     def derivatives(x):
         along_u = lambda x: jax.jvp(loss, (x,), (u,))[1]
         return (
@@ -131,7 +131,7 @@ def test_a_scale_has_a_gradient(form):
     with x64():
         arguments = [jnp.asarray(x) for x in problem.arguments]
 
-        @quick_jit
+        @jax.jit
         def value_and_slope(scale):
             def total(scale):
                 results = attend(form, True, feature_maps.elu_plus_one, {"normalize": False, "scale": scale}, arguments, {})
@@ -154,7 +154,7 @@ def test_a_maps_own_parameters_have_gradients(is_causal):
             output, *_ = attend(form, is_causal, favor, {}, problem.arguments, {})
             return jnp.sum(output * problem.cotangents[0])
 
-        return quick_jit(jax.grad(loss))(favor).projection
+        return jax.jit(jax.grad(loss))(favor).projection
 
     with x64():
         favor = jax.tree.map(lambda x: x.astype(jnp.float64), favor)

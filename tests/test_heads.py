@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case, Form, Shape, draw, expected
-from harness import attend, normal, quick_jit, results_and_gradients, x64
+from harness import attend, normal, results_and_gradients, x64
 from tolerance import assert_close
 from tracing import largest_array
 
@@ -40,7 +40,7 @@ def _check_values(heads, form):
     case = _case(heads)
     problem = draw(case)
     with x64():
-        results = quick_jit(functools.partial(attend, form, True, feature_maps.elu_plus_one, {}))(
+        results = jax.jit(functools.partial(attend, form, True, feature_maps.elu_plus_one, {}))(
             problem.arguments, problem.hiding
         )
     for got, want in zip(results, expected(case)[0], strict=True):
@@ -87,7 +87,7 @@ def test_step_and_init_state(heads):
         for t in range(2):
             state, output = linear_attention_step(state, *(x[:, t] for x in tokens))
             outputs.append(output)
-        want_state, want = quick_jit(lambda *x: causal_linear_attention(*x, implementation="quadratic"))(
+        want_state, want = jax.jit(lambda *x: causal_linear_attention(*x, implementation="quadratic"))(
             *(x[:, :2] for x in tokens)
         )
     assert_close(np.stack(outputs, axis=1), want)

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from harness import quick_jit
 from layer_checks import FEATURES, HEADS, inputs, pure, quick_normal
 from tolerance import assert_close
 
@@ -25,12 +24,12 @@ def test_outputs_gradients_and_decoding():
     x, mask = inputs(2, 7), np.arange(7)[None] >= np.array([[0], [2]])
     bridged = nnx.bridge.ToLinen(Mamba2, args=(FEATURES, HEADS), kwargs=OPTIONS)
 
-    @quick_jit
+    @jax.jit
     def by_nnx(params):
         loss = lambda params: jnp.sum(jnp.sin(nnx.merge(graphdef, params)(x, mask=mask)))
         return nnx.merge(graphdef, params)(x, mask=mask), jax.grad(loss)(params)
 
-    @quick_jit
+    @jax.jit
     def by_linen(params):
         loss = lambda params: jnp.sum(jnp.sin(bridged.apply({"params": params}, x, mask=mask)))
         return bridged.apply({"params": params}, x, mask=mask), jax.grad(loss)(params)
@@ -46,7 +45,7 @@ def test_outputs_gradients_and_decoding():
     variables = decoding.init(jax.random.key(0), x[:, :1])
     assert jax.tree.structure(variables["params"]) == jax.tree.structure(expected)
 
-    @quick_jit
+    @jax.jit
     def step(params, cache, x, mask):
         variables = {"params": params, "cache": cache}
         y, kept = decoding.apply(variables, x, mask=mask, decode=True, mutable=["cache"])
@@ -68,4 +67,4 @@ def test_a_constant_is_a_collection_of_its_own():
     variables = bridged.init(jax.random.key(1), x)
     assert "lower_bound" not in variables["params"]
     variables = {**variables, "params": pure(nnx.state(layer, nnx.Param))}
-    assert_close(quick_jit(bridged.apply)(variables, x), quick_jit(lambda x: layer(x))(x))
+    assert_close(jax.jit(bridged.apply)(variables, x), jax.jit(lambda x: layer(x))(x))

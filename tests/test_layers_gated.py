@@ -6,7 +6,6 @@ import layer_checks
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 from layer_checks import FEATURES, HEADS, LENGTH, call, inputs, params_of, quick_normal
 from tolerance import assert_close
 
@@ -247,7 +246,7 @@ def test_learned_bounds_take_part():
     module, x = maker(HGRN2, lower_bound=BOUND)(), jnp.asarray(inputs(2, LENGTH))
     graphdef, state = nnx.split(module)
 
-    @quick_jit
+    @jax.jit
     def output_and_gradient(logits):
         def loss(logits):
             bounds = lower_bounds(logits)

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import IN_BLOCKS, ONE_OF_EACH, Case, Form, Shape, expected
-from harness import normal, quick_jit, results_and_gradients, state_of, x64
+from harness import normal, results_and_gradients, state_of, x64
 from tolerance import assert_close
 
 from jax_linattn import attention_weights, causal_linear_attention, linear_attention
@@ -121,6 +121,6 @@ def test_all_ones(form):
     """Field case 50: B = T = H = D = E = 1."""
     with x64():
         one = jnp.ones((1, 1, 1, 1))
-        state, output = quick_jit(lambda x: causal_linear_attention(x, x, x, **form.options()))(one)
+        state, output = jax.jit(lambda x: causal_linear_attention(x, x, x, **form.options()))(one)
     assert float(output.item()) == 1
     assert [float(x.item()) for x in state] == [2, 2, 0]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import serialization
-from harness import count_compilations, quick_jit, x64
+from harness import count_compilations, x64
 from layer_cases import FEATURES, HEADS, LAYERS, by_hand, draw, learned_maps, ragged, softmax_by_hand
 from tolerance import assert_close
 
@@ -33,7 +33,7 @@ def init(module, *args, seed: int = 0, **kwargs):
     return {"params": params, "cache": cache} if cache else {"params": params}
 
 
-@functools.partial(quick_jit, static_argnums=(0, 3))
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def _apply(module, variables, args, mutable, arrays):
     return module.apply(variables, *args, mutable=list(mutable), **arrays)
 
@@ -72,7 +72,7 @@ def test_same_seed_gives_flax_parameters():
     attributes = {"normalize_qk": True, "use_bias": False, "param_dtype": jnp.bfloat16}
     x = inputs(1, 2), inputs(1, 3)
     ours, theirs = (
-        quick_jit(cls(2, **attributes).init)(jax.random.key(0), *x)
+        jax.jit(cls(2, **attributes).init)(jax.random.key(0), *x)
         for cls in (LinearAttention, nn.MultiHeadDotProductAttention)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
@@ -99,7 +99,7 @@ def value_and_gradients(module, variables, x, mask=None):
         seen = output if mask is None else jnp.where(mask[..., None], output, 0)
         return jnp.sum(jnp.sin(seen)), output
 
-    gradients, output = quick_jit(jax.grad(loss, has_aux=True))(variables["params"])
+    gradients, output = jax.jit(jax.grad(loss, has_aux=True))(variables["params"])
     return output, to_numpy(gradients)
 
 
@@ -170,7 +170,7 @@ class Whole(nn.Module):
 def test_the_cache_is_one_state_of_constant_size():
     """`init` makes it and does not advance it; a call without one starts from nothing."""
     module = layer(num_kv_heads=2, is_causal=True, decode=True)
-    variables = quick_jit(module.init)(jax.random.key(0), inputs(3, 5))
+    variables = jax.jit(module.init)(jax.random.key(0), inputs(3, 5))
     state = variables["cache"]["cached_state"]
     assert isinstance(state, LinearAttentionState)
     shapes = {"kv": (3, 2, 2, 2), "key_sum": (3, 2, 2), "log_scale": (3, 2)}
@@ -213,11 +213,11 @@ def stack(decode: bool) -> nn.Module:
 def test_stacked_layers_decode():
     """Layers by nn.scan are the layers one after the other; their stacked caches decode, and start empty."""
     x, whole, decoder = inputs(2, 6), stack(decode=False), stack(decode=True)
-    variables = quick_jit(decoder.init)(jax.random.key(0), x, None)
+    variables = jax.jit(decoder.init)(jax.random.key(0), x, None)
     cache = variables["cache"]
     assert jax.tree.leaves(cache)[0].shape == (3, 2, 2, 6, 3)
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(cache))
-    expected, _ = quick_jit(whole.apply)({"params": variables["params"]}, x, None)
+    expected, _ = jax.jit(whole.apply)({"params": variables["params"]}, x, None)
     one_by_one, block = x, Block(whole.attend)
     for i in range(3):
         params = jax.tree.map(lambda leaf, i=i: leaf[i], variables["params"])
@@ -237,10 +237,10 @@ def test_stacked_layers_decode():
 def test_learnable_maps_start_as_said():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 6)), jnp.float32)
     hedgehog, t2r = Hedgehog(), T2R(num_features=9)
-    output, variables = quick_jit(hedgehog.init_with_output)(jax.random.key(0), x)
+    output, variables = jax.jit(hedgehog.init_with_output)(jax.random.key(0), x)
     assert_close(output, jnp.concatenate([jax.nn.softmax(x), jax.nn.softmax(-x)], axis=-1))
     assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (3, 6, 6), "bias": (3, 6)}
-    output, variables = quick_jit(t2r.init_with_output)(jax.random.key(0), x)
+    output, variables = jax.jit(t2r.init_with_output)(jax.random.key(0), x)
     assert output.shape == (2, 5, 3, 9)
     assert_close(output, np.maximum(np.einsum("bthd,hdf->bthf", x, variables["params"]["kernel"]), 0))
     assert jax.eval_shape(T2R().init, jax.random.key(0), x)["params"]["kernel"].shape == (3, 6, 6)
@@ -270,7 +270,7 @@ def test_learnable_maps_learn_in_every_form():
 def test_random_features_are_saved_but_no_parameters():
     x = inputs(2, 5)
     first, second = (layer(feature_map=feature_maps.favor_plus(jax.random.key(seed), 2, 5)) for seed in (0, 1))
-    variables = quick_jit(first.init)(jax.random.key(0), x)
+    variables = jax.jit(first.init)(jax.random.key(0), x)
     assert set(variables["params"]) == {"query", "key", "value", "out"}
     output = apply(first, variables, x)
     params = {"params": variables["params"]}
@@ -298,10 +298,10 @@ def test_dropout_of_weights_raises():
 def test_weights_are_sown_on_request():
     module, x = layer(is_causal=True), inputs(2, 3, 5)
     variables = init(module, x)
-    output, changed = quick_jit(functools.partial(module.apply, mutable=["intermediates"]))(variables, x)
+    output, changed = jax.jit(functools.partial(module.apply, mutable=["intermediates"]))(variables, x)
     assert not changed
     sowing = functools.partial(module.apply, sow_weights=True, mutable=["intermediates"])
-    _, changed = quick_jit(sowing)(variables, x)
+    _, changed = jax.jit(sowing)(variables, x)
     (weights,) = changed["intermediates"]["attention_weights"]
     assert weights.shape == (2, 3, HEADS, 5, 5)
     params = to_numpy(variables["params"])

@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
-from harness import count_compilations, quick_jit
+from harness import count_compilations
 from lm_models import KINDS, model_of
 
 from jax_linattn.lm import generate as module
@@ -37,8 +37,8 @@ RULES = {"greedy": {"temperature": 0}, "sampled": {"temperature": 1.5, "top_k": 
 
 
 QUICK = {
-    "prefill": quick_jit(prefill.__wrapped__, static_argnames="graphdef"),
-    "write": quick_jit(write.__wrapped__, static_argnames=("graphdef", "piece_length")),
+    "prefill": jax.jit(prefill.__wrapped__, static_argnames="graphdef"),
+    "write": jax.jit(write.__wrapped__, static_argnames=("graphdef", "piece_length")),
 }
 
 
@@ -70,7 +70,7 @@ def test_every_token_follows_from_all_before_it(kind):
     """Greedy, and drawn with fold_in(fold_in(key, row), t): by the logits of the whole text in one call."""
     tokens, mask = pad_prompts(PROMPTS)
     graphdef, state = nnx.split(model_of(kind))
-    whole = quick_jit(lambda tokens: nnx.merge(graphdef, state)(tokens))
+    whole = jax.jit(lambda tokens: nnx.merge(graphdef, state)(tokens))
     key = jax.random.key(3)
     for rule in RULES.values():
         written = np.asarray(generate(model_of(kind), tokens, 34, mask=mask, key=key, **rule))
@@ -81,7 +81,7 @@ def test_every_token_follows_from_all_before_it(kind):
             np.testing.assert_array_equal(written[row], draws_of(jax.random.fold_in(key, row), before, sampling(**rule)))
 
 
-@quick_jit
+@jax.jit
 def draws_of(row_key, logits, how):
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(row_key, jnp.arange(len(logits)))
     return jax.vmap(sample, in_axes=(0, 0, None))(keys, logits, how)

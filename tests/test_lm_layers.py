@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 from lm_models import CONFIG
 
 from jax_linattn.layers import BasedLinearAttention, SlidingWindowAttention
@@ -48,7 +47,7 @@ def test_decoding_padded_prompts_is_the_whole_and_gradients_are_finite(name):
         return -jnp.mean(jax.nn.log_softmax(logits)[..., 0]), logits
 
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 11, (BATCH, LENGTH)), jnp.int32)
-    (_, whole), gradients = quick_jit(jax.value_and_grad(loss, has_aux=True))(params, tokens)
+    (_, whole), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, tokens)
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(gradients)):
         assert np.all(np.isfinite(leaf)), f"gradient of {jax.tree_util.keystr(path)}"
         assert np.any(leaf != 0), f"gradient of {jax.tree_util.keystr(path)}"
@@ -57,7 +56,7 @@ def test_decoding_padded_prompts_is_the_whole_and_gradients_are_finite(name):
     model.init_cache(BATCH, LENGTH)
     decoding, cache, params = nnx.split(model, nnx.Cache, ...)
 
-    @quick_jit
+    @jax.jit
     def advance(cache, tokens, mask):
         model = nnx.merge(decoding, cache, params)
         logits = model(tokens, mask=mask, decode=True)

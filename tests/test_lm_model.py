@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 from lm_models import CONFIG, KINDS, model_of
 
 
@@ -29,7 +28,7 @@ def compiled(kind: str):
         logits = model(tokens, mask=mask, decode=True)
         return nnx.state(model, nnx.Cache), logits
 
-    return quick_jit(whole), quick_jit(advance), cache
+    return jax.jit(whole), jax.jit(advance), cache
 
 
 def tokens_of(length: int) -> jax.Array:
@@ -85,7 +84,7 @@ def test_logits_depend_on_the_past_alone(kind):
         return jnp.sum(jnp.sin(model.norm(x)[0]), axis=-1)  # [T]
 
     x = model_of(kind).embedding(tokens)
-    jacobian = quick_jit(jax.jacrev(from_embedded))(x)  # [T, 1, T, D]
+    jacobian = jax.jit(jax.jacrev(from_embedded))(x)  # [T, 1, T, D]
     depends = np.abs(np.asarray(jacobian)[:, 0]).max(axis=-1) > 0
     np.testing.assert_array_equal(depends, np.tril(np.ones((6, 6), bool)))
 

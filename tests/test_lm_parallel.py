@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 from lm_cases import one_device, tiny_config
 
 from jax_linattn.lm import devices
@@ -110,7 +109,7 @@ def test_remat_keeps_less_and_changes_nothing():
             return jnp.mean(token_losses(graphdef, params, batch, jax.random.key(0)))
 
         params = nnx.to_pure_dict(params)
-        results.append(quick_jit(jax.value_and_grad(loss))(params))
+        results.append(jax.jit(jax.value_and_grad(loss))(params))
         residuals = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
         kept.append(sum(leaf.size for leaf in jax.tree.leaves(residuals)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)

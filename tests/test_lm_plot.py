@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 import pytest
 from flax import nnx
-from harness import normal, quick_jit
+from harness import normal
 from lm_models import model_of
 from PIL import Image
 
@@ -55,7 +55,7 @@ def test_weights_times_values_are_the_layers_outputs(kind):
         tied = model.config.tied_embedding
         return every, model.embedding.attend(x) if tied else model.head(x), model(tokens, mask=mask)
 
-    every, rebuilt, logits = jax.tree.map(np.asarray, quick_jit(by_weights)(params, tokens, mask))
+    every, rebuilt, logits = jax.tree.map(np.asarray, jax.jit(by_weights)(params, tokens, mask))
     real = np.asarray(mask)
     np.testing.assert_allclose(rebuilt[real], logits[real], rtol=2e-4, atol=2e-4)
 
@@ -81,7 +81,7 @@ def test_states_are_the_running_sums():
         return inspection.trace_states(model, tokens, mask=mask), features, values
 
     assert inspection.full_rank(model_of("linear")) == 6
-    traces, every_feature, every_value = quick_jit(trace)(params, tokens, mask)
+    traces, every_feature, every_value = jax.jit(trace)(params, tokens, mask)
     for measured, features, values in zip(traces, every_feature, every_value, strict=True):
         features = np.asarray(features, np.float64) * np.asarray(mask)[..., None, None]
         added = np.einsum("bthf,bthe->bthfe", features, np.asarray(values, np.float64))
@@ -111,10 +111,10 @@ def test_what_has_no_weights_or_no_state_is_refused():
 def test_effective_rank_and_spread():
     (a,) = normal(0, (5, 1))
     matrices = np.stack([np.eye(5), np.zeros((5, 5)), a @ a.T, np.diag([3.0, 3, 3, 0, 0])]).astype(np.float32)
-    np.testing.assert_allclose(quick_jit(inspection.effective_rank)(jnp.asarray(matrices)), [5, 0, 1, 3], rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(inspection.effective_rank)(jnp.asarray(matrices)), [5, 0, 1, 3], rtol=1e-4)
     even = np.tri(4) / np.arange(1, 5)[:, None]
     np.testing.assert_allclose(
-        quick_jit(inspection.spread)(jnp.asarray(np.stack([even, np.eye(4)]))), [[1] * 4, [1, 1 / 2, 1 / 3, 1 / 4]]
+        jax.jit(inspection.spread)(jnp.asarray(np.stack([even, np.eye(4)]))), [[1] * 4, [1, 1 / 2, 1 / 3, 1 / 4]]
     )
 
 

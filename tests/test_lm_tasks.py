@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 
 from jax_linattn.feature_maps import elu_plus_one
 from jax_linattn.lm import tasks
@@ -83,7 +82,7 @@ def successor(step: int) -> tasks.Batch:
 class QuickJax:
     """jax, that compiles as the tests do."""
 
-    jit = staticmethod(quick_jit)
+    jit = staticmethod(jax.jit)
 
     def __getattr__(self, name):
         return getattr(jax, name)
@@ -101,7 +100,7 @@ def test_fit_learns_what_is_asked_and_nothing_else():
     trained, losses = tasks.fit(model, successor, 60, learning_rate=3e-2)
     first = successor(0)
     graphdef, params = nnx.split(model)  # the model that came in: it was not changed
-    logits = np.asarray(quick_jit(lambda params: nnx.merge(graphdef, params)(first.inputs))(params), np.float64)
+    logits = np.asarray(jax.jit(lambda params: nnx.merge(graphdef, params)(first.inputs))(params), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     expected = -np.take_along_axis(log_p, first.targets[..., None], axis=-1)[..., 0][first.weights > 0].mean()
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
 from lm_cases import one_device, tiny_config
 
 from jax_linattn.lm import checkpoint, report
@@ -141,7 +140,7 @@ def test_the_loss_is_the_cross_entropy(finished):
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     batch = next(train_batches(run.corpus.train, seed=0, batch_size=2, context=8))
 
-    @quick_jit
+    @jax.jit
     def logits_and_losses(params):
         return nnx.merge(run.graphdef, nnx.State(params))(batch.inputs), token_losses(run.graphdef, params, batch)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BIDIRECTIONAL_FORMS, CAUSAL_FORMS, ONE_OF_EACH, Form
-from harness import attend, normal, quick_jit, x64
+from harness import attend, normal, x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_close
@@ -39,7 +39,7 @@ def _tokens(batch=B, length=T, dtype=np.float64):
 def _values_and_gradients(form: Form, is_causal: bool):
     """A compiled function of (tokens, mask, cotangent): (results, gradients)."""
 
-    @quick_jit
+    @jax.jit
     def function(tokens, hiding, cotangent):
         def loss(tokens):
             results = attend(form, is_causal, ELU, {}, tokens, hiding)
@@ -220,5 +220,5 @@ def test_pads_are_harmless_to_maps_without_a_derivative_at_zero(form):
 
     arguments = [jnp.asarray(x) for x in normal(0, *[(1, 11, 2, 3)] * 3)]
     for mask in (None, jnp.arange(11)[None] % 3 > 0):
-        for gradient in quick_jit(jax.grad(loss, (0, 1, 2)))(*arguments, mask):
+        for gradient in jax.jit(jax.grad(loss, (0, 1, 2)))(*arguments, mask):
             assert np.isfinite(gradient).all()

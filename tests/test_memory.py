@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import Form
-from harness import quick_jit
 from tracing import largest_array, program_size
 
 from jax_linattn import causal_linear_attention, feature_maps, init_state, linear_attention, linear_attention_step
@@ -35,7 +34,7 @@ def _gradient(form: Form, is_causal=True, feature_map=feature_maps.elu_plus_one,
 
 
 def _temporaries(function, *args) -> int:
-    return quick_jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 @every_form

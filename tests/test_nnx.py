@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import count_compilations, quick_jit, x64
+from harness import count_compilations, x64
 from layer_cases import FEATURES, HEADS, LAYERS, by_hand, draw, learned_maps, quick_normal, ragged, softmax_by_hand
 from tolerance import assert_close
 
@@ -59,7 +59,7 @@ def run(function, module, *args, **kwargs):
     return output
 
 
-@functools.partial(quick_jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(function, graphdef, flags, state, args, arrays):
     module = nnx.merge(graphdef, state)
     output = function(module, *args, **arrays, **dict(flags))
@@ -79,7 +79,7 @@ def value_and_gradients(module, x, mask=None):
         seen = output if mask is None else jnp.where(mask[..., None], output, 0)
         return jnp.sum(jnp.sin(seen)), output
 
-    gradients, output = quick_jit(jax.grad(loss, has_aux=True))(params)
+    gradients, output = jax.jit(jax.grad(loss, has_aux=True))(params)
     return output, pure(gradients)
 
 

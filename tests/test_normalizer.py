@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ONE_OF_EACH, Form
-from harness import attend, normal, quick_jit, x64
+from harness import attend, normal, x64
 from tolerance import assert_close
 
 from jax_linattn import FeatureMap, feature_maps, linear_attention
@@ -125,7 +125,7 @@ def test_a_denominator_of_zero(form, is_causal):
         return jnp.sum(output), output
 
     with jax.debug_nans(True):
-        (_, output), gradients = quick_jit(jax.value_and_grad(loss, has_aux=True))([q, k, v])
+        (_, output), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))([q, k, v])
     empty = np.zeros(T, bool) | (np.arange(T) == T - 1)
     empty |= (np.arange(T) < 4) & is_causal
     assert not np.any(np.asarray(output)[:, empty])
@@ -153,7 +153,7 @@ def test_the_quotient_has_every_derivative():
         plain = lambda n, d: jnp.sum(jnp.sin(n / jnp.broadcast_to(d, n.shape)))
         ours = lambda n, d: jnp.sum(jnp.sin(divide(n, d)))
         both = (0, 1)
-        derivatives = lambda f: quick_jit(
+        derivatives = lambda f: jax.jit(
             lambda *x: (
                 jax.grad(f, both)(*x),
                 jax.hessian(f, both)(*x),

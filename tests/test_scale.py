@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import CAUSAL_FORMS, ONE_OF_EACH, Form
-from harness import normal, quick_jit, x64
+from harness import normal, x64
 from tolerance import assert_close, relative_rms
 
 from jax_linattn import attention_weights, causal_linear_attention, feature_maps, linear_attention, linear_attention_step
@@ -41,7 +41,7 @@ def _want(q, k, v, log_decay=0.0):
 
 @pytest.mark.parametrize("form", CAUSAL_FORMS, ids=str)
 def test_keys_of_any_size(form):
-    attend = quick_jit(
+    attend = jax.jit(
         lambda q, k, v: linear_attention(q, k, v, feature_map=feature_maps.exp, is_causal=True, **form.options())
     )
     for slope in SLOPES:
@@ -57,17 +57,17 @@ def test_with_decay(form, kind):
     if kind == "feature":
         log_decay = np.full((BATCH, LENGTH, HEADS, DIM), -3, np.float32)
     options = {"feature_map": feature_maps.exp, "is_causal": True, "log_decay": log_decay, **form.options()}
-    attend = quick_jit(lambda q, k, v: linear_attention(q, k, v, **options))
+    attend = jax.jit(lambda q, k, v: linear_attention(q, k, v, **options))
     for slope in SLOPES:
         q, k, v = _tokens(slope)
         assert relative_rms(attend(q, k, v), _want(q, k, v, -3.0)) <= 2e-4, slope
 
 
-attend = quick_jit(lambda q, k, v, mask: causal_linear_attention(q, k, v, mask=mask, feature_map=feature_maps.exp))
-step = quick_jit(lambda *args, mask: linear_attention_step(*args, mask=mask, feature_map=feature_maps.exp))
+attend = jax.jit(lambda q, k, v, mask: causal_linear_attention(q, k, v, mask=mask, feature_map=feature_maps.exp))
+step = jax.jit(lambda *args, mask: linear_attention_step(*args, mask=mask, feature_map=feature_maps.exp))
 
 
-@functools.partial(quick_jit, static_argnums=5)
+@functools.partial(jax.jit, static_argnums=5)
 def packed_attention(q, k, v, mask, ids, form):
     options = {"mask": mask, "segment_ids": ids, "feature_map": feature_maps.exp, **form.options()}
     return linear_attention(q, k, v, is_causal=True, **options)
@@ -101,14 +101,14 @@ def test_a_later_key_changes_no_bit(form):
     q, k, v = _tokens("grow")
     other = k.copy()
     other[:, 5:] *= 1000
-    attend = quick_jit(lambda k: linear_attention(q, k, v, feature_map=feature_maps.exp, is_causal=True, **form.options()))
+    attend = jax.jit(lambda k: linear_attention(q, k, v, feature_map=feature_maps.exp, is_causal=True, **form.options()))
     np.testing.assert_array_equal(attend(k)[:, :5], attend(other)[:, :5])
 
 
 @pytest.mark.parametrize("form", [Form("quadratic", None), Form("chunked", 1)], ids=str)
 def test_both_ways(form):
     """Not causal: every query sees all keys; the last causal row is the same."""
-    run = quick_jit(lambda *args: linear_attention(*args, feature_map=feature_maps.exp, **form.options()))
+    run = jax.jit(lambda *args: linear_attention(*args, feature_map=feature_maps.exp, **form.options()))
     for slope in SLOPES:
         q, k, v = _tokens(slope)
         last = np.broadcast_to(q[:, -1:], q.shape)
@@ -126,7 +126,7 @@ def test_random_features(kind):
     q, k, v, w = (x.astype(np.float64) for x in normal(1, *[(BATCH, LENGTH, HEADS, DIM)] * 4))
     k = k * np.linspace(1, 15, LENGTH)[:, None, None]
 
-    @quick_jit
+    @jax.jit
     def run(random_map, q, k, v, w):
         attend = lambda q, k, v: linear_attention(q, k, v, feature_map=random_map, is_causal=True, implementation="chunked")
         output, pullback = jax.vjp(attend, q, k, v)
@@ -154,9 +154,9 @@ def test_gradients(form):
         )
         return jnp.sum(jnp.sin(first)) + jnp.sum(jnp.sin(rest))
 
-    gradient = quick_jit(jax.grad(loss, (0, 1, 2)))
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
     with x64():
-        want = quick_jit(
+        want = jax.jit(
             jax.grad(
                 lambda *args: jnp.sum(
                     jnp.sin(
@@ -180,7 +180,7 @@ def test_eps_and_no_normalizer(form):
     denominator = weights.sum(axis=-1).transpose(0, 2, 1)[..., None] + 0.7
     options = {"feature_map": feature_maps.exp, "is_causal": True, **form.options()}
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v):
         unnormalized = linear_attention(q, k, v, normalize=False, scale=2.0, **options)
         return linear_attention(q, k, v, eps=0.7, **options), unnormalized

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BIDIRECTIONAL_FORMS, IN_BLOCKS, ONE_OF_EACH, Form, runs
-from harness import attend, normal, quick_jit, state_of, x64
+from harness import attend, normal, state_of, x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_close
@@ -31,7 +31,7 @@ def _tokens(length=T, batch=1, seed=0):
 
 @functools.cache
 def _values_and_gradients(form: Form, is_causal=True):
-    @quick_jit
+    @jax.jit
     def function(tokens, hiding, cotangent):
         def loss(tokens):
             results = attend(form, is_causal, ELU, {}, tokens, hiding)
@@ -83,13 +83,13 @@ def test_a_mask_neither_joins_nor_splits_runs(form):
 def test_the_segment_of_a_carried_state(form):
     """It joins the first run only if it is told to belong there; by default it does."""
 
-    @quick_jit
+    @jax.jit
     def continued(state, tokens, state_ids):
         return causal_linear_attention(
             *tokens, state=state, segment_ids=np.repeat(IDS, 2, axis=0), state_segment_ids=state_ids, **form.options()
         )
 
-    @quick_jit
+    @jax.jit
     def by_default(state, tokens):
         return causal_linear_attention(*tokens, state=state, segment_ids=np.repeat(IDS, 2, axis=0), **form.options())
 
@@ -111,7 +111,7 @@ def test_one_run_keeps_the_carried_state_to_the_end(form):
         kv, key_sum = normal(2, (1, H, D, E), (1, H, D), dtype=np.float64)
         arguments, nothing = [*_tokens(5), kv, abs(key_sum)], [*_tokens(5), 0 * kv, 0 * key_sum]
         ids = np.full((1, 5), 3, np.int32)
-        function = quick_jit(lambda arguments, hiding: attend(form, True, ELU, {}, arguments, hiding))
+        function = jax.jit(lambda arguments, hiding: attend(form, True, ELU, {}, arguments, hiding))
         whole, fresh = function(arguments, {}), function(nothing, {})
         same = function(arguments, {"segment_ids": ids, "state_segment_ids": ids[:, 0]})
         other = function(arguments, {"segment_ids": ids, "state_segment_ids": ids[:, 0] + 1})

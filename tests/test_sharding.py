@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ONE_OF_EACH, Form
-from harness import normal, quick_jit
+from harness import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tolerance import assert_close
@@ -54,7 +54,7 @@ def _gradients_and_results(attend):
         results = attend(tokens, *rest)
         return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(results)), results
 
-    return quick_jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def _causal(form):
@@ -107,7 +107,7 @@ def test_the_step_is_a_scan_body_inside(mesh, dtype):
 
     tokens = [x.astype(dtype) for x in _tokens()]
     sharded = jax.shard_map(decode, mesh=mesh, in_specs=([TOKENS] * 3,), out_specs=(STATE, TOKENS))
-    got, want = (quick_jit(f)(tokens) for f in (sharded, decode))
+    got, want = (jax.jit(f)(tokens) for f in (sharded, decode))
     jax.tree.map(assert_close, got, want)
 
 
@@ -129,12 +129,12 @@ def test_what_varies_differently(mesh, form):
         in_specs=(TOKENS, P(None, None, "model"), TOKENS, P("model")),
         out_specs=(STATE, TOKENS),
     )
-    got = quick_jit(local_key)(query, key[:1], value, projections)
+    got = jax.jit(local_key)(query, key[:1], value, projections)
 
     def heads(x, i):
         return x[:, :, i * x.shape[2] // 2 : (i + 1) * x.shape[2] // 2]
 
-    halves = [quick_jit(attend)(heads(query, i), heads(key, i), heads(value, i), projections[i : i + 1]) for i in range(2)]
+    halves = [jax.jit(attend)(heads(query, i), heads(key, i), heads(value, i), projections[i : i + 1]) for i in range(2)]
     for i, (state, output) in enumerate(halves):
         assert_close(heads(got[1], i), output)
         jax.tree.map(lambda a, b, i=i: assert_close(a[:, i : i + 1], b), got[0], state)
@@ -144,5 +144,5 @@ def test_automatic_sharding(mesh):
     """Without `shard_map`: sharded inputs under jit."""
     tokens = [jax.device_put(x, NamedSharding(mesh, TOKENS)) for x in _tokens()]
     attend = functools.partial(causal_linear_attention, implementation="chunked", chunk_size=2)
-    got, want = quick_jit(attend)(*tokens), quick_jit(attend)(*_tokens())
+    got, want = jax.jit(attend)(*tokens), jax.jit(attend)(*_tokens())
     jax.tree.map(assert_close, got, want)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CAUSAL_FORMS, IN_BLOCKS, Form, runs
-from harness import normal, quick_jit, state_of, x64
+from harness import normal, state_of, x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_close
@@ -43,7 +43,7 @@ def _start(dtype=np.float64):
 
 @functools.cache
 def _attend(form: Form, rule: str):
-    @quick_jit
+    @jax.jit
     def attend(state, tokens, hiding):
         return causal_linear_attention(*tokens, state=state, **hiding, **form.options(), **RULES[rule])
 
@@ -99,7 +99,7 @@ def test_random_splits_masks_and_segments(form, lengths, seed):
 def test_prompt_then_single_tokens(rule):
     """Field cases 14 and 34: a prompt of 8 continues, token by token, and equals the whole."""
 
-    @quick_jit
+    @jax.jit
     def step(state, token, mask):
         return linear_attention_step(state, *token, mask=mask, **RULES[rule])
 
@@ -126,7 +126,7 @@ def test_a_chunk_and_one_token_more():
 
 @functools.cache
 def _gradients_in_pieces(form, pieces):
-    @quick_jit
+    @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1))
     def gradients(state, tokens):
         outputs, start = [], 0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CAUSAL_FORMS, IN_BLOCKS, ONE_OF_EACH, Form
-from harness import normal, quick_jit, state_of, x64
+from harness import normal, state_of, x64
 from tolerance import assert_close
 
 from jax_linattn import (
@@ -56,7 +56,7 @@ def test_jvp_linearize_vjp_and_jacobians(form, is_causal):
     """Forward and reverse mode say the same, as one compiled program."""
     attend = _attend(form, is_causal)
 
-    @quick_jit
+    @jax.jit
     def derivatives(arguments, tangents, cotangents):
         _, jvp = jax.jvp(attend, arguments, tangents)
         _, linear = jax.linearize(attend, *arguments)
@@ -65,7 +65,7 @@ def test_jvp_linearize_vjp_and_jacobians(form, is_causal):
 
     with x64():
         arguments, tangents = tuple(_arguments(is_causal)), tuple(_arguments(is_causal, seed=7))
-        cotangents = jax.tree.map(jnp.cos, quick_jit(attend)(*arguments))
+        cotangents = jax.tree.map(jnp.cos, jax.jit(attend)(*arguments))
         jvp, linear, vjp = derivatives(arguments, tangents, cotangents)
         forward = sum(jnp.sum(a * b) for a, b in zip(*map(jax.tree.leaves, (jvp, cotangents)), strict=True))
         reverse = sum(jnp.sum(a * b) for a, b in zip(*map(jax.tree.leaves, (vjp, tangents)), strict=True))
@@ -83,7 +83,7 @@ def test_jacfwd_equals_jacrev(form, is_causal):
 
     with x64():
         query, _, value, *rest = _arguments(is_causal)
-        jacobians = quick_jit(lambda *x: (jax.jacfwd(output, (0, 1))(*x), jax.jacrev(output, (0, 1))(*x)))
+        jacobians = jax.jit(lambda *x: (jax.jacfwd(output, (0, 1))(*x), jax.jacrev(output, (0, 1))(*x)))
         jax.tree.map(functools.partial(assert_close, gradient=True), *jacobians(query, value, *rest))
 
 
@@ -99,8 +99,8 @@ def test_vmap_and_remat_of_the_gradient(form, is_causal):
     with x64():
         stacked = _arguments(is_causal, lead=(2,))
         at_end = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), stacked)
-        mapped = quick_jit(jax.vmap(gradient, in_axes=-1))(at_end)
-        recomputed = quick_jit(jax.grad(jax.checkpoint(loss)))
+        mapped = jax.jit(jax.vmap(gradient, in_axes=-1))(at_end)
+        recomputed = jax.jit(jax.grad(jax.checkpoint(loss)))
         apart = [recomputed(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(2)]
     jax.tree.map(assert_close, mapped, jax.tree.map(lambda *x: np.stack(x), *apart))
 
@@ -124,9 +124,9 @@ def test_the_step_is_the_body_of_a_loop(dtype):
 
             return jax.lax.while_loop(lambda carry: carry[0] < T, one, (0, init_state(*tokens[1:])))[1]
 
-        state, outputs = quick_jit(scanned)(tokens)
-        want_state, want = quick_jit(lambda x: causal_linear_attention(*x, implementation="recurrent"))(tokens)
-        looped_state = quick_jit(looped)(tokens)
+        state, outputs = jax.jit(scanned)(tokens)
+        want_state, want = jax.jit(lambda x: causal_linear_attention(*x, implementation="recurrent"))(tokens)
+        looped_state = jax.jit(looped)(tokens)
         assert outputs.dtype == tokens[2].dtype
         start = init_state(*tokens[1:])
         types = [[(x.shape, x.dtype, x.weak_type) for x in tree] for tree in (start, state, want_state, looped_state)]
@@ -145,7 +145,7 @@ def _whole():
         state, output = causal_linear_attention(*whole, implementation="quadratic")
         return jnp.sum(jnp.sin(output)), state
 
-    return quick_jit(jax.value_and_grad(attend_whole, has_aux=True))(_arguments(False, lead=(3,)))
+    return jax.jit(jax.value_and_grad(attend_whole, has_aux=True))(_arguments(False, lead=(3,)))
 
 
 @pytest.mark.parametrize("form", IN_BLOCKS, ids=str)
@@ -161,7 +161,7 @@ def test_the_state_is_a_carry_of_whole_calls(form):
         return jnp.sum(jnp.sin(outputs)), state
 
     with x64():
-        got = quick_jit(jax.value_and_grad(attend_all, has_aux=True))(_arguments(False, lead=(3,)))
+        got = jax.jit(jax.value_and_grad(attend_all, has_aux=True))(_arguments(False, lead=(3,)))
         jax.tree.map(assert_close, got, _whole())
 
 

@@ -3,12 +3,13 @@
 Field case 13: v = identity gives a row-stochastic lower triangle.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from cases import BIDIRECTIONAL_FORMS, CAUSAL_FORMS, runs
-from harness import normal, quick_jit, x64
+from harness import normal, x64
 from tolerance import assert_close
 
 from jax_linattn import attention_weights, causal_linear_attention, feature_maps, linear_attention
@@ -41,7 +42,7 @@ def test_weights_times_values_are_the_output(key_length, is_causal, hidden):
     with x64():
         q, k, v = _tokens(key_length)
         options = {"is_causal": is_causal, **(_hiding(key_length, is_causal) if hidden else {})}
-        weights, output = quick_jit(
+        weights, output = jax.jit(
             lambda q, k, v: (attention_weights(q, k, **options), linear_attention(q, k, v, **options))
         )(q, k, v)
     weights = np.asarray(weights)
@@ -60,7 +61,7 @@ def test_identity_values_show_a_lower_triangle(form):
     with x64():
         q, k, _ = _tokens()
         identity = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
-        _, weights = quick_jit(lambda *x: causal_linear_attention(*x, **form.options()))(q, k, identity)
+        _, weights = jax.jit(lambda *x: causal_linear_attention(*x, **form.options()))(q, k, identity)
         assert_close(jnp.moveaxis(weights, 2, 1), attention_weights(q, k, is_causal=True))
     weights = np.asarray(weights)
     assert not np.any(np.triu(np.moveaxis(weights, 2, 1), 1))
@@ -72,7 +73,7 @@ def test_identity_values_show_the_weights(form):
     with x64():
         q, k, _ = _tokens(S)
         identity = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
-        weights = quick_jit(lambda *x: linear_attention(*x, **form.options()))(q, k, identity)
+        weights = jax.jit(lambda *x: linear_attention(*x, **form.options()))(q, k, identity)
         assert_close(jnp.moveaxis(weights, 2, 1), attention_weights(q, k))
 
 

@@ -180,6 +180,7 @@ def _restore_item(manager: ocp.CheckpointManager, step: int, name: str, args: An
         except Exception as error:  # whatever orbax makes of a damaged file
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"{type(error).__name__}: {first_line[:200]}"
+        gc.collect()  # so that what is dropped says so now
     raise _unreadable(manager, step, reason)
 
 
@@ -191,7 +192,6 @@ def _without_echoes() -> Iterator[None]:
     logger.disabled, sys.unraisablehook = True, lambda _: None
     try:
         yield
-        gc.collect()
     finally:
         logger.disabled, sys.unraisablehook = was_disabled, hook
 

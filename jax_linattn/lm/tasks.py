@@ -88,6 +88,53 @@ class Recall:
 
 
 @dataclasses.dataclass(frozen=True)
+class SpacedRecall:
+    """Multi-query associative recall: S pairs of a key and its value, then each key once, far from the others or near.
+
+        k₁ v₁ … k_S v_S  · · q₁ · · · q₂ · …        every second token from 2·S on may be a query; · is any symbol
+
+    Which of the n = (T - 2·S)/2 places are queries is drawn without replacement, place i = 1 … n with probability
+    ∝ i^(a-1), a = 0.01: mostly soon after the pairs, seldom late. The task of Arora et al. 2023 (Zoology, MQAR),
+    https://arxiv.org/abs/2312.04927.
+
+    Args:
+      vocabulary_size: V; keys are 1 … V/2 - 1, values V/2 … V - 1, and none comes twice among the pairs.
+      length: T.
+    """
+
+    vocabulary_size: int
+    length: int
+
+    def batch(self, seed: int, step: int, *, batch_size: int, sizes: Sequence[int]) -> Batch:
+        """The batch of a step; each row's S is drawn from `sizes`.
+
+        Raises:
+          ValueError: if an S has more pairs than there are keys, or than there are places for queries.
+        """
+        most = min(self.vocabulary_size // 2 - 1, self.length // 4)
+        require(
+            all(1 <= size <= most for size in sizes),
+            f"sizes must be numbers of pairs from 1 to {most} for {self.vocabulary_size} symbols and length {self.length}, "
+            f"got {list(sizes)}",
+        )
+        rng = np.random.default_rng([seed, step])
+        rows = [self._row(rng, size) for size in rng.choice(sizes, batch_size)]
+        return Batch(*(np.stack(column) for column in zip(*rows, strict=True)))
+
+    def _row(self, rng: np.random.Generator, size: int) -> Batch:
+        half = self.vocabulary_size // 2
+        keys = 1 + rng.permutation(half - 1)[:size]
+        values = half + rng.permutation(self.vocabulary_size - half)[:size]
+        near = np.arange(1, (self.length - 2 * size) // 2 + 1) ** (0.01 - 1)
+        asked = 2 * size + 2 * rng.choice(len(near), size, replace=False, p=near / near.sum())
+        inputs = rng.integers(0, self.vocabulary_size, self.length, np.int32)
+        inputs[: 2 * size : 2], inputs[1 : 2 * size : 2], inputs[asked] = keys, values, keys
+        targets, weights = np.zeros(self.length, np.int32), np.zeros(self.length, np.float32)
+        targets[asked], weights[asked] = values, 1
+        return Batch(inputs, targets, weights)
+
+
+@dataclasses.dataclass(frozen=True)
 class Copy:
     """Copying: a separator, L random symbols, the separator again; asked are the same symbols in the same order.
 
@@ -174,23 +221,34 @@ def numbers_a_head(model: Decoder) -> int | None:
 
 
 def fit(
-    model: Decoder, batch_at: BatchAt, steps: int, *, learning_rate: float, warmup: float = 0.1
+    model: Decoder,
+    batch_at: BatchAt,
+    steps: int,
+    *,
+    learning_rate: float | None = None,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Decoder, np.ndarray]:
-    """Trains with AdamW behind gradient clipping; a linear warm-up, then a cosine down to a hundredth.
+    """Trains, unless told otherwise with AdamW behind gradient clipping: a linear warm-up, then a cosine.
 
     Args:
       model: where to start; it is not changed.
       batch_at: the batch of a step, always of one shape.
       steps: how many.
-      learning_rate: at its peak.
-      warmup: the part of the steps until there.
+      learning_rate: at its peak, after a tenth of the steps; it ends at a hundredth.
+      optimizer: in place of a learning rate: another one.
 
     Returns:
       (trained model, mean loss in nats where something is asked [steps]).
+
+    Raises:
+      ValueError: on both or neither of learning_rate and optimizer.
     """
+    require((learning_rate is None) != (optimizer is None), "fit takes one of learning_rate and optimizer")
     graphdef, params = nnx.split(model, nnx.Param)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, int(warmup * steps), steps, learning_rate / 100)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+    if optimizer is None:
+        assert learning_rate is not None  # for type checkers
+        schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps, learning_rate / 100)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
     def loss_of(params, batch: Batch):
         logits = nnx.merge(graphdef, params)(jnp.asarray(batch.inputs))
