@@ -33,10 +33,25 @@ def select_chunk_size(length: int, *, backend: str, decay_per_feature: bool = Fa
     return max(1, min(length, chunk_size))
 
 
-def select_chunks_per_block(*, backend: str, decay_per_feature: bool = False) -> int:
-    """The most chunks that the chunked form computes side by side, and the chunks between two states kept for a gradient.
+def select_chunks_per_block(
+    state_shape: tuple[int, int, int, int], chunk_size: int, *, backend: str, decay_per_feature: bool = False
+) -> int:
+    """The chunks that the chunked form computes side by side, and those between two states kept for a gradient.
 
-    On a CPU as many as stay in the cache: 8, and 4 with a decay per feature, which holds more beside the tokens. On a TPU
-    2: its compiler writes out the products of a block one by one, and takes time for each.
+    On a CPU what stays in a core's cache: 256 KiB of each array, and half of that with a decay per feature, which holds
+    more beside the tokens. Few enough chunks make many states to keep; they are to be at most twice the size of q, k and
+    v. On a TPU 2 chunks: its compiler writes out the products of a block one by one, and takes time for each.
+
+    Args:
+      state_shape: of S, [B, N, F, E].
+      chunk_size: C.
+      backend: what `jax.default_backend()` says.
+      decay_per_feature: whether there is one.
     """
-    return 2 if backend == "tpu" else 4 if decay_per_feature else 8
+    if backend != "cpu":
+        return 2 if backend == "tpu" else 4 if decay_per_feature else 8
+    batch, heads, num_features, value_dim = state_shape
+    chunk_bytes = 4 * batch * heads * chunk_size * max(num_features, value_dim)
+    cached = 2 ** (17 if decay_per_feature else 18) // max(1, chunk_bytes)
+    kept = num_features // (6 * chunk_size)
+    return min(max(1, cached, kept), 8)

@@ -1,6 +1,8 @@
 """Which form `implementation=None` is: a function of sizes alone, that can be read."""
 
+import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from harness import normal
 from tracing import equations, largest_array
 
 from jax_linattn import causal_linear_attention, linear_attention, select_implementation
-from jax_linattn.selection import select_chunk_size
+from jax_linattn.selection import select_chunk_size, select_chunks_per_block
 
 
 def _choose(query_length, key_length=None, features=64, value_dim=64):
@@ -40,6 +42,21 @@ def test_chunk_size(backend):
     for length in (1, 2, 63, 64, 65, 1000):
         assert 1 <= select_chunk_size(length, backend=backend) <= min(length, 128)
     assert select_chunk_size(10**6, backend=backend) == (128 if backend == "tpu" else 64)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_chunks_per_block(backend):
+    """Between 1 and 8; on a CPU not more than its cache holds, unless the states would outgrow the tokens."""
+    of = functools.partial(select_chunks_per_block, backend=backend)
+    for batch, heads, dim in itertools.product((1, 3, 64), (1, 8), (1, 64, 512)):
+        for decay_per_feature in (False, True):
+            assert 1 <= of((batch, heads, dim, dim), 64, decay_per_feature=decay_per_feature) <= 8
+    if backend == "cpu":
+        assert of((1, 1, 64, 64), 64) == 8
+        assert of((2, 4, 64, 64), 64) == of((8, 1, 64, 64), 64) == 2
+        assert of((2, 4, 64, 64), 32, decay_per_feature=True) == 2
+        assert of((64, 16, 64, 64), 64) == 1
+        assert of((64, 16, 2145, 64), 64) == 5
 
 
 def test_none_is_what_it_says():

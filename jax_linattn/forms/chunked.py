@@ -33,7 +33,9 @@ def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: 
     def attend_block(carry, tokens):
         return chunks.attend(tokens, carry, rule, heads, chunks.prefix_in_turn)
 
-    per_block = select_chunks_per_block(backend=jax.default_backend(), decay_per_feature=decays_per_feature(tokens))
+    per_block = select_chunks_per_block(
+        state.kv.shape, chunk_size, backend=jax.default_backend(), decay_per_feature=decays_per_feature(tokens)
+    )
     carry, outputs = _scan(attend_block, chunks.start(rule, tokens, state, heads), _blocks(tokens, chunk_size, per_block))
     return chunks.end(carry, heads), _time_from_blocks(outputs, tokens)
 
@@ -44,7 +46,7 @@ def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk
         return _bidirectional_by_segment(tokens, state, rule, chunk_size)
     heads = Heads.of_tokens(rule, tokens)
     no_decay = NoDecay(heads)
-    block_length = chunk_size * select_chunks_per_block(backend=jax.default_backend())
+    block_length = chunk_size * select_chunks_per_block(state.kv.shape, chunk_size, backend=jax.default_backend())
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sum_block(before, tokens):
