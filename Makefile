@@ -6,6 +6,8 @@
 #              (aot-v5e, aot-v6e, aot-tpu7x, aot-h100 for one)
 # make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark, half an hour or so; figures and
 #              plots in runs/benchmarks; ARGS="shapes" for a part: shapes, lengths, steps, writing, decays, forms
+# make reproduce   published results beside ours, docs/results.md; an hour or so, four minutes with ARGS=--quick; plots in
+#              runs/reproduce; reproduce-capacity for one
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
 # A smaller torch, without CUDA: set PIP_EXTRA_INDEX_URL to the index of CPU builds that pytorch.org names
 # Another model: make train CONFIG=configs/softmax.py; other options: make train ARGS="--config.steps=2000 --config.name=long"
@@ -19,8 +21,9 @@ PYTHONS := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 py
 CONFIG ?= configs/small.py
 ARGS ?=
 TEST_ARGS ?= -n 2
+RESULTS := seed_chapter performer_error capacity copy_task scaling pixels mqar
 
-.PHONY: help train test test-interop aot aot-v5e aot-v6e aot-tpu7x aot-h100 benchmark check lint format format-check types wheel-check clean
+.PHONY: help train test test-interop aot aot-v5e aot-v6e aot-tpu7x aot-h100 benchmark reproduce $(RESULTS:%=reproduce-%) check lint format format-check types wheel-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -36,7 +39,7 @@ test-interop: .venv-interop/stamp
 
 # Two at a time: they use one core each.
 aot: .venv-tpu/stamp .venv-cuda/stamp
-	@$(MAKE) --no-print-directory -j2 aot-v5e aot-v6e aot-h100 aot-tpu7x
+	@$(MAKE) --no-print-directory -j2 aot-v5e aot-h100 aot-v6e aot-tpu7x
 
 aot-v5e aot-v6e aot-tpu7x: aot-%: .venv-tpu/stamp
 	@.venv-tpu/bin/python scripts/aot/compile.py $*
@@ -46,6 +49,11 @@ aot-h100: .venv-cuda/stamp
 
 benchmark: .venv-benchmark/stamp
 	.venv-benchmark/bin/python scripts/benchmark.py $(ARGS)
+
+reproduce: $(RESULTS:%=reproduce-%)
+
+$(RESULTS:%=reproduce-%): reproduce-%: $(VENV)/dev.stamp
+	$(BIN)/python scripts/reproduce/$*.py $(ARGS)
 
 check: lint format-check types
 

@@ -50,11 +50,11 @@ from jax_linattn.lm.config import default_config  # noqa: E402
 from jax_linattn.lm.model import ModelConfig  # noqa: E402
 from jax_linattn.lm.step import abstract_state, compile_step  # noqa: E402
 
-HEADS, DIM = 2, 128
+HEADS, DIM = 1, 128  # a TPU's compiler takes time for each head
 # Long enough that buffers do not stay in a TPU's vector memory, whose use is not counted; for the associative form, whose
 # program grows with log T, shorter.
 LENGTHS = (65_536, 131_072)
-ASSOCIATIVE_LENGTHS = (2048, 4096)
+ASSOCIATIVE_LENGTHS = (1024, 2048)
 VECTOR_MEMORY = {"tpu": 2**27, "gpu": 0}  # bytes, at most
 QUADRATIC_LENGTHS = (512,)
 LAYER_LENGTHS = (4096,)
@@ -70,6 +70,7 @@ class Program(NamedTuple):
     function: Callable
     lengths: tuple[int, ...] = LENGTHS[:1]
     is_linear: bool = True  # in length: False is for what forms all pairs of tokens
+    dtypes: tuple[str, ...] = tuple(DTYPES)
 
 
 def tokens(length: int, dtype, batch: int = 1, heads: int = HEADS, dim: int = DIM) -> jax.ShapeDtypeStruct:
@@ -113,10 +114,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Callable]]] = {
 }
 
 
-def forms(all_forms: bool, forward_alone: bool) -> Iterator[Program]:
+def forms(depth: "Depth") -> Iterator[Program]:
     for name, (options, extra) in FORMS.items():
-        if not (all_forms or name.startswith("chunked")):
+        if not (depth.all_forms or name.startswith("chunked")):
             continue
+        dtypes = depth.variant_dtypes if "," in name else depth.dtypes
         attend = functools.partial(_attend, names=tuple(extra), options=options)
         is_linear = name != "quadratic"
         lengths = {"quadratic": QUADRATIC_LENGTHS, "associative": ASSOCIATIVE_LENGTHS}.get(name, LENGTHS)
@@ -124,9 +126,9 @@ def forms(all_forms: bool, forward_alone: bool) -> Iterator[Program]:
         def arguments(length, dtype, extra=extra):
             return tokens(length, dtype), *[tokens(length, dtype)] * 2, *[make(length) for make in extra.values()]
 
-        if forward_alone:
-            yield Program(f"{name}, forward", arguments, attend, lengths[:1], is_linear)
-        yield Program(f"{name}, gradient", with_cotangent(arguments), with_gradients(attend), lengths, is_linear)
+        if depth.forward_alone:
+            yield Program(f"{name}, forward", arguments, attend, lengths[:1], is_linear, ("float32",))
+        yield Program(f"{name}, gradient", with_cotangent(arguments), with_gradients(attend), lengths, is_linear, dtypes)
 
 
 def _attend(query, key, value, *others, names: tuple[str, ...], options: dict[str, Any]):
@@ -177,7 +179,8 @@ def modules(all_layers: bool) -> Iterator[Program]:
 
             return jax.grad(loss, argnums=(0, 1))(params, x)
 
-        yield Program(f"{name}, gradient", arguments, gradient, LAYER_LENGTHS)
+        dtypes = tuple(DTYPES) if name == "LinearAttention" else ("bfloat16",)
+        yield Program(f"{name}, gradient", arguments, gradient, LAYER_LENGTHS, dtypes=dtypes)
 
 
 def _plain(state) -> Any:
@@ -222,7 +225,7 @@ def problems_in(program: str, length: int, is_linear: bool) -> list[str]:
     if calls or re.search(r"\b(infeed|outfeed|send|recv)\(", program):
         problems.append(f"calls the host {calls}")
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\b[a-z]+\d+\[(\d+(?:,\d+)*)\]", program)]
-    if is_linear and max(sizes, default=0) >= HEADS * length * length // 4:
+    if is_linear and max(sizes, default=0) >= length * length:
         problems.append(f"has an array of {max(sizes):,} numbers")
     return problems
 
@@ -247,17 +250,20 @@ class Depth(NamedTuple):
     """How much is compiled for a target."""
 
     dtypes: tuple[str, ...]
+    variant_dtypes: tuple[str, ...]  # of forms with masks, decays and so on
     all_forms: bool  # else the chunked one alone
     forward_alone: bool  # beside a gradient's program, which has it inside
     growth_for: tuple[str, ...]  # dtypes in which memory is compared at two lengths
     all_layers: bool
-    device_counts: tuple[int, ...]  # of the train step
+    train_steps: tuple[tuple[str, int], ...]  # a dtype and a number of devices
 
 
-QUICK = Depth(("bfloat16",), False, False, (), False, ())
-USUAL = Depth(("float32", "bfloat16"), True, False, (), False, (1,))
-THOROUGH = Depth(("float32", "bfloat16"), True, True, ("float32",), True, (1, 4))
-THOROUGH_FOR = ("v5e", "h100")  # one of each compiler
+BOTH, ONE_DEVICE = ("float32", "bfloat16"), (("float32", 1), ("bfloat16", 1))
+QUICK = Depth(BOTH[1:], BOTH[1:], False, False, (), False, ())
+USUAL = Depth(BOTH, BOTH[1:], True, False, (), False, ONE_DEVICE)
+WITH_LAYERS = USUAL._replace(all_layers=True)
+THOROUGH = Depth(BOTH, BOTH, True, True, ("float32",), True, (("float32", 4), ("bfloat16", 1)))
+DEPTHS = {"v5e": THOROUGH, "h100": WITH_LAYERS}  # one of each compiler; USUAL for others
 
 
 def compile_and_add(make: Callable, target: Target, name: str, dtype: str, length: int, report: Report, linear=True):
@@ -274,7 +280,7 @@ def compile_and_add(make: Callable, target: Target, name: str, dtype: str, lengt
 
 
 def check_program(program: Program, target: Target, depth: Depth, report: Report) -> None:
-    for dtype in depth.dtypes:
+    for dtype in (name for name in depth.dtypes if name in program.dtypes):
         sizes = []
         for length in program.lengths if dtype in depth.growth_for else program.lengths[:1]:
             make = functools.partial(compile_for, program.function, program.arguments(length, DTYPES[dtype]), target)
@@ -290,7 +296,7 @@ def check_program(program: Program, target: Target, depth: Depth, report: Report
 def check_long(target: Target, depth: Depth, report: Report) -> None:
     """131,072 tokens with gradients in one v5e's memory: arguments, outputs and temporaries."""
     length, attend = 131_072, functools.partial(linear_attention, is_causal=True)
-    for dtype in depth.dtypes:
+    for dtype in depth.dtypes[:1]:
         x = tokens(length, DTYPES[dtype], heads=16)
         make = functools.partial(compile_for, with_gradients(attend), (x, x, x, x), target)
         compiled = compile_and_add(make, target, "H = 16, gradient", dtype, length, report)
@@ -304,16 +310,15 @@ def check_long(target: Target, depth: Depth, report: Report) -> None:
 
 def check_train_step(target: Target, depth: Depth, report: Report) -> None:
     """The language model's train step, on one device, and on four with its parameters split over them."""
-    for dtype in depth.dtypes:
-        for count in depth.device_counts:
-            config = default_config()
-            config.update({"context": 1024, "batch_size": 4, "shard_parameters": count > 1})
-            config.model.update({"dtype": dtype, "num_layers": 1, "num_heads": 2})
-            mesh = Mesh(np.asarray(target.devices[:count]), (lm_devices.AXIS,))
-            graphdef, state = abstract_state(ModelConfig(vocabulary_size=96, **config.model), config, mesh)
-            make = functools.partial(compile_step, graphdef, config, mesh, state)
-            tokens_a_step = config.context * config.batch_size
-            compile_and_add(make, target, f"train step on {count} device(s)", dtype, tokens_a_step, report)
+    for dtype, count in depth.train_steps:
+        config = default_config()
+        config.update({"context": 2048, "batch_size": count, "shard_parameters": count > 1})
+        config.model.update({"dtype": dtype, "num_layers": 1, "num_heads": HEADS})
+        mesh = Mesh(np.asarray(target.devices[:count]), (lm_devices.AXIS,))
+        graphdef, state = abstract_state(ModelConfig(vocabulary_size=96, **config.model), config, mesh)
+        make = functools.partial(compile_step, graphdef, config, mesh, state)
+        tokens_a_step = config.context * config.batch_size
+        compile_and_add(make, target, f"train step on {count} device(s)", dtype, tokens_a_step, report)
 
 
 def main() -> None:
@@ -328,9 +333,9 @@ def main() -> None:
     report = Report()
     for name in options.targets:
         target = target_of(name)
-        depth = QUICK if options.quick else THOROUGH if name in THOROUGH_FOR else USUAL
+        depth = QUICK if options.quick else DEPTHS.get(name, USUAL)
         with mock.patch("jax.default_backend", lambda target=target: target.platform):  # which defaults ask for
-            for program in (*forms(depth.all_forms, depth.forward_alone), step(), *modules(depth.all_layers)):
+            for program in (*forms(depth), step(), *modules(depth.all_layers)):
                 check_program(program, target, depth, report)
             check_train_step(target, depth, report)
             if name == "v5e":
