@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -37,6 +38,44 @@ def test_recall_asks_for_the_value_of_a_key():
     assert seen == {1, 4, 9}
 
 
+def test_spaced_recall_asks_for_each_key_once_and_soon():
+    task = tasks.SpacedRecall(vocabulary_size=21, length=41)
+    batch = task.batch(0, 0, batch_size=200, sizes=(1, 4, 9))
+    assert [array.dtype for array in batch] == [np.int32, np.int32, np.float32]
+    places = []
+    for inputs, targets, weights in zip(*batch, strict=True):
+        size = int(weights.sum())
+        asked = np.flatnonzero(weights)
+        assert (asked >= 2 * size).all()
+        assert (asked % 2 == 0).all()
+        keys, values = inputs[: 2 * size : 2], inputs[1 : 2 * size : 2]
+        assert set(keys) <= set(range(1, 10))
+        assert set(values) <= set(range(10, 21))
+        assert len(set(values)) == size
+        assert sorted(inputs[asked]) == sorted(keys) == sorted(set(keys))
+        value_of = dict(zip(keys, values, strict=True))
+        assert [value_of[key] for key in inputs[asked]] == list(targets[asked])
+        assert not targets[weights == 0].any()
+        if size == 1:
+            places.append(int(asked[0] - 2) // 2)
+    assert 0.15 < np.mean(np.array(places) == 0) < 0.45, "19 places, weighed by i^-0.99: the first has 0.28"
+    with pytest.raises(ValueError, match="sizes must be numbers of pairs from 1 to 9 for 21 symbols and length 41, got"):
+        task.batch(0, 0, batch_size=1, sizes=(10,))
+
+
+def test_fit_takes_one_of_a_rate_and_an_optimizer():
+    task = tasks.Copy(num_symbols=2, length=5)
+    model = tasks.build(task.vocabulary_size, **TINY)
+    batch_at = functools.partial(task.batch, 0, batch_size=2, sizes=(2,))
+    for options in ({}, {"learning_rate": 1e-2, "optimizer": optax.sgd(1e-2)}):
+        with pytest.raises(ValueError, match="one of learning_rate and optimizer"):
+            tasks.fit(model, batch_at, 1, **options)
+    before = jax.tree.leaves(nnx.state(model, nnx.Param))
+    trained, losses = tasks.fit(model, batch_at, 2, optimizer=optax.sgd(0.0))
+    assert losses.shape == (2,)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.leaves(nnx.state(trained, nnx.Param)))
+
+
 def test_copy_asks_for_the_string():
     task = tasks.Copy(num_symbols=5, length=20)
     batch = task.batch(0, 0, batch_size=40, sizes=(1, 6, 9))
@@ -52,7 +91,9 @@ def test_copy_asks_for_the_string():
     assert seen == {1, 6, 9}
 
 
-@pytest.mark.parametrize("task", [tasks.Recall(num_symbols=9, length=21), tasks.Copy(num_symbols=5, length=20)])
+@pytest.mark.parametrize(
+    "task", [tasks.Recall(num_symbols=9, length=21), tasks.SpacedRecall(18, 20), tasks.Copy(num_symbols=5, length=20)]
+)
 def test_batches_are_a_function_of_seed_and_step(task):
     batch = functools.partial(task.batch, batch_size=3, sizes=(4,))
     for one, other in zip(batch(7, 5), batch(7, 5), strict=True):
