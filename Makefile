@@ -6,7 +6,7 @@
 #              (aot-v5e, aot-v6e, aot-tpu7x, aot-h100 for one)
 # make benchmark   time and memory beside softmax attention and public peers, in .venv-benchmark, half an hour or so; figures and
 #              plots in runs/benchmarks; ARGS="shapes" for a part: shapes, lengths, steps, writing, decays, forms
-# make reproduce   published results beside ours, docs/results.md; an hour or so, four minutes with ARGS=--quick; plots in
+# make reproduce   published results beside ours, docs/results.md; an hour or so, some minutes with ARGS=--quick; plots in
 #              runs/reproduce; reproduce-capacity for one
 # Needs Python >= 3.11 and make. Another Python: make train PYTHON=/path/to/python
 # A smaller torch, without CUDA: set PIP_EXTRA_INDEX_URL to the index of CPU builds that pytorch.org names
