@@ -18,8 +18,6 @@ from tolerance import assert_close
 
 from jax_linattn import causal_linear_attention, feature_maps, linear_attention, linear_attention_step
 
-pytestmark = pytest.mark.key
-
 B, T, H, D, E = 2, 11, 2, 3, 4
 ELU = feature_maps.elu_plus_one
 MASKS = {

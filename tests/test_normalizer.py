@@ -17,8 +17,6 @@ from tolerance import assert_close
 from jax_linattn import FeatureMap, feature_maps, linear_attention
 from jax_linattn.forms.ratio import divide
 
-pytestmark = pytest.mark.key
-
 B, T, H, D, E = 1, 9, 2, 3, 4
 BIDIRECTIONAL = [Form("quadratic", None), Form("chunked", 1)]
 EVERY_FORM = [*((form, True) for form in ONE_OF_EACH), *((form, False) for form in BIDIRECTIONAL)]

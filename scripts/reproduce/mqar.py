@@ -89,9 +89,10 @@ def numbers_kept(model: Decoder) -> int:
     return sum(leaf.size for leaf in kept) // len(model.blocks)
 
 
-def right_answers(contestant: Contestant, seed: int) -> tuple[float, int]:
+def right_answers(contestant: Contestant, quick: bool, seed: int) -> tuple[float, int]:
     """(the part of right answers of the trained model, numbers kept a layer)."""
-    model = tasks.build(TASK.vocabulary_size, seed=seed, **MODEL, **contestant.options)
+    size = MODEL | ({"num_layers": 1} if quick else {})
+    model = tasks.build(TASK.vocabulary_size, seed=seed, **size, **contestant.options)
     batch_at = functools.partial(TASK.batch, seed, batch_size=16, sizes=SIZES)
     model, _ = tasks.fit(model, batch_at, contestant.steps, learning_rate=contestant.learning_rate)
     tests = [TASK.batch(seed, tasks.FRESH + step, batch_size=64, sizes=(TESTED,)) for step in range(8)]
@@ -124,7 +125,7 @@ def reproduce(options: Options, report: Report) -> None:
     report.note(f"\nRight answers with {TESTED} pairs\n{'':44} {'numbers kept':>12} {'ours':>12}")
     results = {}
     for name, contestant in contestants.items():
-        results[name] = right_answers(contestant, options.seed)
+        results[name] = right_answers(contestant, options.quick, options.seed)
         report.note(f"{name:44} {results[name][1]:12,} {results[name][0]:12.3f}")
     report.section("Order of right answers (published: Zoology)")
     right = {name: accuracy for name, (accuracy, _) in results.items()}
