@@ -38,7 +38,7 @@ def select_chunks_per_block(
 ) -> int:
     """The chunks that the chunked form computes side by side, and those between two states kept for a gradient.
 
-    On a CPU what stays in a core's cache: 256 KiB of each array, and half of that with a decay per feature, which holds
+    On a CPU what stays in the cache: 512 KiB of each array, and a quarter of that with a decay per feature, which holds
     more beside the tokens. Few enough chunks make many states to keep; they are to be at most twice the size of q, k and
     v. On a TPU 2 chunks: its compiler writes out the products of a block one by one, and takes time for each.
 
@@ -52,6 +52,6 @@ def select_chunks_per_block(
         return 2 if backend == "tpu" else 4 if decay_per_feature else 8
     batch, heads, num_features, value_dim = state_shape
     chunk_bytes = 4 * batch * heads * chunk_size * max(num_features, value_dim)
-    cached = 2 ** (17 if decay_per_feature else 18) // max(1, chunk_bytes)
+    cached = 2 ** (17 if decay_per_feature else 19) // max(1, chunk_bytes)
     kept = num_features // (6 * chunk_size)
     return min(max(1, cached, kept), 8)
