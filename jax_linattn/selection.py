@@ -34,7 +34,7 @@ def select_chunk_size(length: int, *, backend: str, decay_per_feature: bool = Fa
 
 
 def select_chunks_per_block(
-    state_shape: tuple[int, int, int, int], chunk_size: int, *, backend: str, decay_per_feature: bool = False
+    state_shape: tuple[int, ...], chunk_size: int, *, backend: str, decay_per_feature: bool = False
 ) -> int:
     """The chunks that the chunked form computes side by side, and those between two states kept for a gradient.
 

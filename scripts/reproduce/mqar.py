@@ -91,7 +91,7 @@ def numbers_kept(model: Decoder) -> int:
 
 def right_answers(contestant: Contestant, quick: bool, seed: int) -> tuple[float, int]:
     """(the part of right answers of the trained model, numbers kept a layer)."""
-    size = MODEL | ({"num_layers": 1} if quick else {})
+    size: dict[str, Any] = MODEL | ({"num_layers": 1} if quick else {})
     model = tasks.build(TASK.vocabulary_size, seed=seed, **size, **contestant.options)
     batch_at = functools.partial(TASK.batch, seed, batch_size=16, sizes=SIZES)
     model, _ = tasks.fit(model, batch_at, contestant.steps, learning_rate=contestant.learning_rate)

@@ -68,7 +68,7 @@ def train(attention: str, images: np.ndarray, quick: bool, seed: int) -> Decoder
     def batch_at(step: int) -> tasks.Batch:
         return as_batch(np.random.default_rng([seed, step]).choice(images, 32))
 
-    size = MODEL | ({"num_layers": 1} if quick else {})
+    size: dict[str, Any] = MODEL | ({"num_layers": 1} if quick else {})
     model = tasks.build(LEVELS + 1, seed=seed, attention=attention, **size)
     return tasks.fit(model, batch_at, 100 if quick else 1000, learning_rate=5e-3)[0]
 
