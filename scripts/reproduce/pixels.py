@@ -159,7 +159,8 @@ def check_speed(models: dict[str, Decoder], quick: bool, report: Report) -> dict
         for name, value in by_way.items():
             report.note(f"{name:44} {PUBLISHED_SPEED[name]:12.4g} {value:12.4g}")
     linear, cached, plain = speeds[784].values()
-    report.expect("784 pixels: linear ÷ cached softmax", f"{linear / cached:.3g}", "> 2", linear > 2 * cached)
+    least = 1.3 if quick else 2.0  # one layer has more of what both do
+    report.expect("784 pixels: linear ÷ cached softmax", f"{linear / cached:.3g}", f"> {least:g}", linear > least * cached)
     report.expect("784 pixels: cached ÷ recomputed softmax", f"{cached / plain:.3g}", "> 5", cached > 5 * plain)
     return speeds
 
