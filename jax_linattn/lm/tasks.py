@@ -36,6 +36,16 @@ BatchAt = Callable[[int], Batch]  # of a step
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
+def _check_pairs(sizes: Sequence[int], most: int, place: str) -> None:
+    fit_in = all(1 <= size <= most for size in sizes)
+    require(fit_in, f"sizes must be numbers of pairs from 1 to {most} for {place}, got {list(sizes)}")
+
+
+def _batch_of_rows(row: Callable[..., Batch], rng: np.random.Generator, batch_size: int, sizes: Sequence[int]) -> Batch:
+    rows = [row(rng, size) for size in rng.choice(sizes, batch_size)]
+    return Batch(*(np.stack(column) for column in zip(*rows, strict=True)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Recall:
     """Associative recall: S pairs of a key and its value, then keys again; asked is each one's value.
@@ -65,14 +75,8 @@ class Recall:
           ValueError: if an S has more pairs than there are symbols, or leaves no room for a query.
         """
         most = min(self.num_symbols, (self.length - 1) // 2)
-        require(
-            all(1 <= size <= most for size in sizes),
-            f"sizes must be numbers of pairs from 1 to {most} for {self.num_symbols} symbols and length {self.length}, "
-            f"got {list(sizes)}",
-        )
-        rng = np.random.default_rng([seed, step])
-        rows = [self._row(rng, size) for size in rng.choice(sizes, batch_size)]
-        return Batch(*(np.stack(column) for column in zip(*rows, strict=True)))
+        _check_pairs(sizes, most, f"{self.num_symbols} symbols and length {self.length}")
+        return _batch_of_rows(self._row, np.random.default_rng([seed, step]), batch_size, sizes)
 
     def _row(self, rng: np.random.Generator, size: int) -> Batch:
         keys = rng.permutation(self.num_symbols)[:size]
@@ -112,14 +116,8 @@ class SpacedRecall:
           ValueError: if an S has more pairs than there are keys, or than there are places for queries.
         """
         most = min(self.vocabulary_size // 2 - 1, self.length // 4)
-        require(
-            all(1 <= size <= most for size in sizes),
-            f"sizes must be numbers of pairs from 1 to {most} for {self.vocabulary_size} symbols and length {self.length}, "
-            f"got {list(sizes)}",
-        )
-        rng = np.random.default_rng([seed, step])
-        rows = [self._row(rng, size) for size in rng.choice(sizes, batch_size)]
-        return Batch(*(np.stack(column) for column in zip(*rows, strict=True)))
+        _check_pairs(sizes, most, f"{self.vocabulary_size} symbols and length {self.length}")
+        return _batch_of_rows(self._row, np.random.default_rng([seed, step]), batch_size, sizes)
 
     def _row(self, rng: np.random.Generator, size: int) -> Batch:
         half = self.vocabulary_size // 2
