@@ -4,6 +4,8 @@ Field cases 44 (a state a token), 45 (compile time of the associative form), 53 
 """
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,33 @@ def test_temporaries_of_a_gradient_are_linear(form, is_causal):
     of_tokens = 8192 * (2 * D + E) * 4
     assert bytes_at[8192] <= 8 * of_tokens
     assert bytes_at[8192] < 8192 * D * E * 4 / 2
+
+
+@every_form
+@pytest.mark.parametrize("length", [8192, 8191])
+def test_a_batch_is_not_copied(form, is_causal, length):
+    """Nothing is brought into another order, nor padded, as a whole: q, k and v of two sequences are read where they lie,
+    and so are their gradients written."""
+    tokens = [jax.ShapeDtypeStruct((2, length, 2, size), jnp.float32) for size in (D, D, E)]
+    of_tokens = 2 * length * 2 * (2 * D + E) * 4
+    forward = functools.partial(linear_attention, is_causal=is_causal, **form.options())
+    assert _temporaries(forward, *tokens) <= 0.3 * of_tokens
+    assert _temporaries(_gradient(form, is_causal), *tokens) <= of_tokens
+
+
+@every_form
+@pytest.mark.parametrize(("dtype", "length"), [("float32", 4095), ("bfloat16", 4096), ("float16", 4096)])
+def test_no_block_touches_the_whole_sequence(form, is_causal, dtype, length):
+    """Were a block's gradient, or its tangent, added to all of the sequence, the cost would be quadratic. (16-bit tokens
+    are stacked in blocks; where those overlap there is one such sum.)"""
+    tokens = [jax.ShapeDtypeStruct((2, length, 2, size), dtype) for size in (D, D, E)]
+    attend = functools.partial(linear_attention, is_causal=is_causal, **form.options())
+    for function in (_gradient(form, is_causal), lambda *x: jax.jvp(attend, x, x)):
+        program = jax.jit(function).lower(*tokens).compile().as_text()
+        added = re.findall(r"= \w+\[([\d,]+)\]\S* add\(", program)
+        sizes = [math.prod(map(int, shape.split(","))) for shape in added]
+        assert sizes
+        assert max(sizes) < 2 * length * 2 * D
 
 
 @every_form

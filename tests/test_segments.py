@@ -65,6 +65,19 @@ def test_a_packed_row_equals_its_documents(form):
 
 
 @pytest.mark.parametrize("form", IN_BLOCKS, ids=str)
+def test_a_document_may_begin_anywhere(form):
+    """At the first token of a chunk or of a block too, and in what a last block reads once more."""
+    length = 17
+    ids = (np.arange(length) >= np.arange(1, length)[:, None]).astype(np.int32)  # [rows, T]: one beginning a row
+    tokens, cotangent = _tokens(length, len(ids)), np.ones((len(ids), length, H, E))
+    with x64():
+        got, want = (
+            _values_and_gradients(f)(tokens, {"segment_ids": ids}, cotangent) for f in (form, Form("quadratic", None))
+        )
+        jax.tree.map(functools.partial(assert_close, floor=1e-3), got, want)
+
+
+@pytest.mark.parametrize("form", IN_BLOCKS, ids=str)
 def test_a_mask_neither_joins_nor_splits_runs(form):
     """Field case 30. The state after a masked last document is empty, for the ids alone decide."""
     function = _values_and_gradients(form)

@@ -5,18 +5,22 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_linattn.forms import chunks
+from jax_linattn.forms.blocks import Blocks
 from jax_linattn.forms.heads import Heads, Sums
-from jax_linattn.forms.tokens import Rule, Tokens, chunks_first, pad_time, time_from_chunks, tokens_length
+from jax_linattn.forms.tokens import Rule, Tokens
 from jax_linattn.state import LinearAttentionState
 
 
 def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
     """All chunks at once; what goes between them is found by `lax.associative_scan`. Holds (T/C)·F·E numbers."""
     heads = Heads.of_tokens(rule, tokens)
-    in_chunks = chunks_first(pad_time(tokens, chunk_size), chunk_size)
-    carry = chunks.start(rule, tokens, state, heads)
-    carry, outputs = chunks.attend(in_chunks, carry, rule, heads, prefix_in_parallel)
-    return chunks.end(carry, heads), time_from_chunks(outputs, tokens_length(tokens))
+    blocks = Blocks.of(tokens, chunk_size)
+
+    def attend_all(carry, block):
+        return chunks.attend(blocks.read(block), carry, rule, heads, prefix_in_parallel)
+
+    carry, output = blocks.loop(attend_all, chunks.start(rule, tokens, state, heads))
+    return chunks.end(carry, heads), output
 
 
 def prefix_in_parallel(own: Sums, left: Array | None, sums: Sums) -> tuple[Sums, Sums]:

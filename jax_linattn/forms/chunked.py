@@ -1,43 +1,41 @@
 """The chunked form: matrix products inside a chunk, a running state between chunks. The default for training."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jax_linattn.forms import chunks
+from jax_linattn.forms.blocks import Blocks
 from jax_linattn.forms.decay import NoDecay
 from jax_linattn.forms.heads import Heads
 from jax_linattn.forms.tokens import (
     Rule,
     Tokens,
-    chunks_first,
     clean,
     count_runs,
     decays_per_feature,
     key_features,
-    pad_time,
     query_features,
-    time_from_chunks,
-    tokens_length,
 )
 from jax_linattn.selection import select_chunks_per_block
 from jax_linattn.state import LinearAttentionState
 
 
 def causal(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> tuple[LinearAttentionState, Array]:
-    """A scan over blocks of a few chunks; the chunks of a block run in parallel, and a gradient stores a state a block."""
+    """Blocks of a few chunks in turn; the chunks of a block run in parallel, and a gradient keeps a state a block."""
     heads = Heads.of_tokens(rule, tokens)
-
-    def attend_block(carry, tokens):
-        return chunks.attend(tokens, carry, rule, heads, chunks.prefix_in_turn)
-
     per_block = select_chunks_per_block(
         state.kv.shape, chunk_size, backend=jax.default_backend(), decay_per_feature=decays_per_feature(tokens)
     )
-    carry, outputs = _scan(attend_block, chunks.start(rule, tokens, state, heads), _blocks(tokens, chunk_size, per_block))
-    return chunks.end(carry, heads), _time_from_blocks(outputs, tokens)
+    blocks = Blocks.of(tokens, chunk_size, per_block)
+
+    def attend_block(carry, block):
+        return chunks.attend(blocks.read(block, carry.run), carry, rule, heads, chunks.prefix_in_turn)
+
+    carry, output = blocks.loop(
+        blocks.recompute(attend_block), chunks.start(rule, tokens, state, heads), (heads.outputs, state.kv.shape[-1])
+    )
+    return chunks.end(carry, heads), output
 
 
 def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> Array:
@@ -48,8 +46,10 @@ def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk
     no_decay = NoDecay(heads)
     block_length = chunk_size * select_chunks_per_block(state.kv.shape, chunk_size, backend=jax.default_backend())
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def sum_block(before, tokens):
+    keys, queries = (Blocks.of_one_chunk(side, block_length) for side in (tokens.keys(), tokens.queries()))
+
+    def sum_block(before, block):
+        tokens = keys.read(block)
         k, key_scale = key_features(rule, tokens)
         after = before
         if key_scale is not None:
@@ -58,24 +58,24 @@ def bidirectional(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk
         own = no_decay.sums(rule, heads.group_keys(k), v)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), own), after
 
-    def read_block(carry, tokens):
+    def add_block(carry, block):
+        own, after = keys.recompute(sum_block)(carry.log_scale, block)
+        left = None if after is None else jnp.exp(carry.log_scale - after)[..., None, None]
+        return carry._replace(sums=chunks.follow(own, left, carry.sums), log_scale=after), None
+
+    def read_block(carry, block):
+        tokens = queries.read(block)
         q, query_scale = query_features(rule, tokens)
         numerator, denominator = no_decay.read(rule, heads.group_queries(q), carry.sums)
         return carry, chunks.output(rule, numerator, denominator, tokens, heads, [query_scale, carry.log_scale])
 
-    def add_block(carry, tokens):
-        own, after = sum_block(carry.log_scale, tokens)
-        left = None if after is None else jnp.exp(carry.log_scale - after)[..., None, None]
-        return carry._replace(sums=chunks.follow(own, left, carry.sums), log_scale=after), None
-
-    # The sums are added to outside the checkpoint: a gradient then needs no copy of them for each block.
-    carry = chunks.start(rule, tokens, state, heads)
-    carry, _ = lax.scan(add_block, carry, _blocks(tokens.keys(), block_length, chunks_per_block=1))
+    # The sums are added to outside what is recomputed: a gradient then needs no copy of them for each block.
+    carry, _ = keys.loop(add_block, chunks.start(rule, tokens, state, heads))
     carry = chunks.Carry(*jax.tree.map(lambda x: x[None], tuple(carry)))
     if carry.log_scale is not None:
         carry = carry._replace(log_scale=carry.log_scale[:, :, None])  # for every row
-    _, outputs = _scan(read_block, carry, _blocks(tokens.queries(), block_length, chunks_per_block=1))
-    return _time_from_blocks(outputs, tokens.queries())
+    _, output = queries.loop(queries.recompute(read_block), carry, (heads.outputs, state.kv.shape[-1]))
+    return output
 
 
 def _bidirectional_by_segment(tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int) -> Array:
@@ -111,25 +111,3 @@ def _bidirectional_by_segment(tokens: Tokens, state: LinearAttentionState, rule:
 def _take_time(x: Array, index: Array) -> Array:
     """x [B, T, …] at index [B, …], row by row."""
     return jax.vmap(lambda x, index: jnp.take(x, index, axis=0))(x, index)
-
-
-def _blocks(tokens: Tokens, chunk_size: int, chunks_per_block: int) -> Tokens:
-    """[B, T, …] to [blocks, n, B, C, …], padded: as few blocks as can be, and as little padding for that."""
-    num_chunks = -(-tokens_length(tokens) // chunk_size)
-    num_blocks = -(-num_chunks // chunks_per_block)
-    chunks_per_block = -(-num_chunks // num_blocks)
-    tokens = chunks_first(pad_time(tokens, chunk_size * chunks_per_block), chunk_size)
-    return jax.tree.map(lambda x: x.reshape(num_blocks, chunks_per_block, *x.shape[1:]), tokens)
-
-
-def _time_from_blocks(outputs: Array, tokens: Tokens) -> Array:
-    """[blocks, n, B, C, …] to [B, T, …]."""
-    return time_from_chunks(outputs.reshape(-1, *outputs.shape[2:]), tokens_length(tokens))
-
-
-def _scan(body, carry, blocks):
-    """A scan whose gradient keeps the carries between blocks and nothing from inside them."""
-    if jax.tree.leaves(blocks)[0].shape[0] == 1:
-        carry, output = body(carry, jax.tree.map(lambda x: x[0], blocks))
-        return carry, output[None]
-    return lax.scan(jax.checkpoint(body, prevent_cse=False), carry, blocks)

@@ -51,6 +51,11 @@ class Heads(NamedTuple):
         num_heads = tokens.query.shape[-2], tokens.key.shape[-2], tokens.value.shape[-2]
         return cls.of(*num_heads, own_keys=decays_per_feature(tokens) or has_scale(rule, tokens))
 
+    @property
+    def outputs(self) -> int:
+        """M, the heads of the output."""
+        return self.groups * self.queries * self.values
+
     def group_queries(self, q: Array) -> Array:
         """[…, T, H, F] to […, G, r·T, F]."""
         q = jnp.moveaxis(repeat_heads(q, self.groups * self.queries), -2, -3)
@@ -97,7 +102,7 @@ class Heads(NamedTuple):
 
     def group_scales(self, scales: Sequence[Array | None]) -> Array | None:
         """The sum of logs […, T or 1, H or N], of which any may be None, as rows […, G, r·T, b]."""
-        rows = sum_scales(scales, self.groups * self.queries * self.values)
+        rows = sum_scales(scales, self.outputs)
         if rows is None:
             return None
         rows = rows.reshape(*rows.shape[:-1], self.groups, self.queries, self.values)
@@ -108,7 +113,7 @@ class Heads(NamedTuple):
         """[…, G, r·T, b, E] to […, T, M, E]."""
         o = o.reshape(*o.shape[:-3], self.queries, o.shape[-3] // self.queries, *o.shape[-2:])
         o = jnp.moveaxis(o, -3, -5)
-        return o.reshape(*o.shape[:-4], self.groups * self.queries * self.values, o.shape[-1])
+        return o.reshape(*o.shape[:-4], self.outputs, o.shape[-1])
 
     def where_time(self, mask: Array, q: Array) -> Array:
         """Grouped queries […, G, r·T, X], 0 where mask […, T or 1, X or 1] is False."""

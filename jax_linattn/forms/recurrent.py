@@ -1,27 +1,22 @@
 """The recurrent form: the seed's loop, one token after another. Decoding is its step."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_linattn.forms.blocks import Blocks
 from jax_linattn.forms.heads import repeat_heads, sum_scales
 from jax_linattn.forms.ratio import finish
 from jax_linattn.forms.scale import after_token
 from jax_linattn.forms.tokens import (
     Rule,
     Tokens,
-    chunks_first,
     clean,
     decays_per_feature,
     initial_carry,
     key_features,
     log_decays,
-    pad_time,
     query_features,
-    time_from_chunks,
-    tokens_length,
 )
 from jax_linattn.state import NOTHING, LinearAttentionState, unmark_empty
 
@@ -30,8 +25,7 @@ def causal(
     tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int | None
 ) -> tuple[LinearAttentionState, Array]:
     """`lax.scan` of `step`. Blocks of tokens are checkpointed, so a gradient stores a state a block, not a token."""
-    length = tokens_length(tokens)
-    block = min(length, chunk_size or _block_length(length))
+    blocks = Blocks.of(tokens, 1, chunk_size or _block_length(tokens.key.shape[1]))
 
     def step_in_run(carry, token):
         state, run = carry
@@ -40,13 +34,16 @@ def causal(
         state, output = step(state, token, rule)
         return (state, run), output
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def scan_block(carry, tokens):
-        return lax.scan(step_in_run, carry, tokens)
+    def scan_block(carry, block):
+        _, run = carry
+        time_first = jax.tree.map(lambda x: x[:, :, 0], blocks.read(block, run))
+        carry, output = lax.scan(step_in_run, carry, time_first)
+        return carry, output[:, :, None]
 
-    time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), chunks_first(pad_time(tokens, block), block))
-    (state, _), outputs = lax.scan(scan_block, initial_carry(rule, tokens, state), time_first)
-    return unmark_empty(state), time_from_chunks(jnp.moveaxis(outputs, 1, 2), length)
+    num_outputs, value_dim = max(state.kv.shape[1], tokens.query.shape[2]), state.kv.shape[-1]
+    start = initial_carry(rule, tokens, state)
+    (state, _), output = blocks.loop(blocks.recompute(scan_block), start, (num_outputs, value_dim))
+    return unmark_empty(state), output
 
 
 def step(state: LinearAttentionState, token: Tokens, rule: Rule) -> tuple[LinearAttentionState, Array]:

@@ -1,4 +1,4 @@
-"""What every form starts from: tokens, the rule that reads them, their features, and the splitting of time into blocks.
+"""What every form starts from: tokens, the rule that reads them, and their features.
 
 Axes: B batch, T query time, S key time, D query/key head dim, F feature dim, E value head dim, C chunk length;
 heads: H query, K key, V value, N = max(K, V) state heads, M = max(H, N) output heads.
@@ -151,53 +151,3 @@ def count_runs(segment_ids: Array, first: Array) -> Array:
     """Which run of equal ids each token is in, [B, T]; run 0 is the one with the id `first` [B] before all tokens."""
     previous = jnp.concatenate([first[:, None], segment_ids[:, :-1]], axis=1)
     return jnp.cumsum(segment_ids != previous, axis=1, dtype=jnp.int32)
-
-
-# --- time in blocks ---------------------------------------------------------------------------------------------------
-
-
-def pad_time(tokens: Tokens, multiple: int) -> Tokens:
-    """Masked tokens at the end, so that the length is a multiple. They stay in the last token's run."""
-    length = tokens_length(tokens)
-    padding = -length % multiple
-    if padding == 0:
-        return tokens
-
-    def pad(x, **how):
-        return None if x is None else jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), **how)
-
-    def pad_mask(mask, x):
-        if x is None:
-            return None
-        mask = jnp.ones(x.shape[:2], bool) if mask is None else mask
-        return pad(mask)
-
-    return Tokens(
-        query=pad(tokens.query),
-        key=pad(tokens.key),
-        value=pad(tokens.value),
-        query_mask=pad_mask(tokens.query_mask, tokens.query),
-        key_mask=pad_mask(tokens.key_mask, tokens.key),
-        query_segment=pad(tokens.query_segment, mode="edge"),
-        key_segment=pad(tokens.key_segment, mode="edge"),
-        log_decay=pad(tokens.log_decay),
-    )
-
-
-def tokens_length(tokens: Tokens) -> int:
-    return jax.tree.leaves(tokens)[0].shape[1]
-
-
-def chunks_first(tree, length: int):
-    """[B, n·length, …] to [n, B, length, …] for every leaf: what a scan over chunks takes."""
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, length, *x.shape[2:]), 1, 0)
-
-    return jax.tree.map(split, tree)
-
-
-def time_from_chunks(chunks: Array, length: int) -> Array:
-    """[n, B, C, …] to [B, length, …]: the inverse of `chunks_first`, without the padding."""
-    x = jnp.moveaxis(chunks, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
