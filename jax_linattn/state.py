@@ -31,7 +31,9 @@ def without_scale(state: LinearAttentionState) -> LinearAttentionState:
     """The same state with log_scale 0: what forms without a running scale go on from."""
     factor = jnp.exp(state.log_scale)
     return LinearAttentionState(
-        state.kv * factor[..., None, None], state.key_sum * factor[..., None], jnp.zeros_like(state.log_scale)
+        state.kv * factor[..., None, None],
+        state.key_sum * factor[..., None],
+        vary_with(jnp.zeros_like(state.log_scale), state.log_scale),
     )
 
 

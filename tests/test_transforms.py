@@ -131,7 +131,7 @@ def test_the_step_is_the_body_of_a_loop(dtype):
         start = init_state(*tokens[1:])
         types = [[(x.shape, x.dtype, x.weak_type) for x in tree] for tree in (start, state, want_state, looped_state)]
         assert types[0] == types[1] == types[2] == types[3]
-    assert_close(jnp.moveaxis(outputs, 0, 1), want)
+        assert_close(jnp.moveaxis(outputs, 0, 1), want)
     jax.tree.map(assert_close, state, want_state)
     jax.tree.map(assert_close, looped_state, want_state)
 
