@@ -13,6 +13,7 @@ environment with all of them).
 import argparse
 import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def main() -> None:
     names = [] if options.plot_only else options.comparisons or list(COMPARISONS)
     for name in names:
         command = [sys.executable, __file__, name, "--in-process", f"--out={options.out}", f"--rounds={options.rounds}"]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, env=os.environ | {"OMP_WAIT_POLICY": "passive"})  # torch's threads do not spin
         print()
     for path in plots.draw(options.out):
         print(path)

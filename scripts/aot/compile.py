@@ -6,8 +6,8 @@
 
 Every form, the step, the layers and the language model's train step, in float32 and bfloat16. That they compile; that a
 gradient's temporaries grow with the length and not faster; that nothing is float64, calls the host, or has as many numbers
-as all pairs of tokens; that 131,072 tokens of 16 heads of 128 with gradients fit one TPU v5e. Nothing is run. Exits with 1
-and a list if anything does not hold.
+as all pairs of tokens; that no block's gradient is added to a whole sequence's; that 131,072 tokens of 16 heads of 128
+with gradients fit one TPU v5e. Nothing is run. Exits with 1 and a list if anything does not hold.
 """
 
 import argparse
@@ -70,6 +70,7 @@ class Program(NamedTuple):
     function: Callable
     lengths: tuple[int, ...] = LENGTHS[:1]
     is_linear: bool = True  # in length: False is for what forms all pairs of tokens
+    in_blocks: bool = False  # whether time is gone through in blocks, none of which may touch all of it
     dtypes: tuple[str, ...] = tuple(DTYPES)
 
 
@@ -120,15 +121,17 @@ def forms(depth: "Depth") -> Iterator[Program]:
             continue
         dtypes = depth.variant_dtypes if "," in name else depth.dtypes
         attend = functools.partial(_attend, names=tuple(extra), options=options)
-        is_linear = name != "quadratic"
+        kind = {"is_linear": name != "quadratic", "in_blocks": name.startswith(("chunked", "recurrent"))}
         lengths = {"quadratic": QUADRATIC_LENGTHS, "associative": ASSOCIATIVE_LENGTHS}.get(name, LENGTHS)
 
         def arguments(length, dtype, extra=extra):
             return tokens(length, dtype), *[tokens(length, dtype)] * 2, *[make(length) for make in extra.values()]
 
         if depth.forward_alone:
-            yield Program(f"{name}, forward", arguments, attend, lengths[:1], is_linear, ("float32",))
-        yield Program(f"{name}, gradient", with_cotangent(arguments), with_gradients(attend), lengths, is_linear, dtypes)
+            yield Program(f"{name}, forward", arguments, attend, lengths[:1], dtypes=("float32",), **kind)
+        yield Program(
+            f"{name}, gradient", with_cotangent(arguments), with_gradients(attend), lengths, dtypes=dtypes, **kind
+        )
 
 
 def _attend(query, key, value, *others, names: tuple[str, ...], options: dict[str, Any]):
@@ -216,9 +219,12 @@ def compile_for(function: Callable, arguments: tuple, target: Target):
     return jax.jit(function).lower(*place(arguments, target)).compile()
 
 
-def problems_in(program: str, length: int, is_linear: bool) -> list[str]:
+def problems_in(program: str, length: int, is_linear: bool, in_blocks: bool) -> list[str]:
     """What a compiled program's text shows that must not be there."""
     problems = []
+    sums = re.findall(r"= [a-z]+\d+\[([\d,]+)\]\S* add\(", program)
+    if in_blocks and max((np.prod([int(n) for n in shape.split(",")]) for shape in sums), default=0) >= length * DIM:
+        problems.append("adds to all of a sequence")
     if "f64[" in program:
         problems.append("has float64")
     calls = re.findall(r'custom_call_target="([^"]*callback[^"]*)"', program)
@@ -265,7 +271,7 @@ THOROUGH = Depth(BOTH, BOTH[:1], True, True, ("float32",), True, (("float32", 4)
 THOROUGH_FOR = "v5e"
 
 
-def compile_and_add(make: Callable, target: Target, name: str, dtype: str, length: int, report: Report, linear=True):
+def compile_and_add(make: Callable, target: Target, name: str, dtype: str, length: int, report: Report, **kind: bool):
     """What `make()` compiles, added to the report; None if it does not compile."""
     start = time.perf_counter()
     try:
@@ -273,7 +279,7 @@ def compile_and_add(make: Callable, target: Target, name: str, dtype: str, lengt
     except Exception as error:  # whatever the compiler raises is what is to be reported
         report.problems.append(f"{target.name}, {name}, {dtype}, T = {length}: {str(error).splitlines()[0]}")
         return None
-    problems = problems_in(compiled.as_text(), length, linear)
+    problems = problems_in(compiled.as_text(), length, **{"is_linear": True, "in_blocks": False, **kind})
     report.add(target, name, dtype, length, time.perf_counter() - start, compiled, problems)
     return compiled
 
@@ -283,7 +289,8 @@ def check_program(program: Program, target: Target, depth: Depth, report: Report
         sizes = []
         for length in program.lengths if dtype in depth.growth_for else program.lengths[:1]:
             make = functools.partial(compile_for, program.function, program.arguments(length, DTYPES[dtype]), target)
-            compiled = compile_and_add(make, target, program.name, dtype, length, report, program.is_linear)
+            kind = {"is_linear": program.is_linear, "in_blocks": program.in_blocks}
+            compiled = compile_and_add(make, target, program.name, dtype, length, report, **kind)
             if compiled is not None:
                 sizes.append(compiled.memory_analysis().temp_size_in_bytes + VECTOR_MEMORY[target.platform])
         if program.is_linear and len(sizes) == 2 and sizes[1] > 2.1 * sizes[0]:

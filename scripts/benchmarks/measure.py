@@ -41,6 +41,9 @@ def compiled(function: Callable, *arguments) -> Program:
 def best_times(programs: Mapping[Any, Program], rounds: int, budget: float = 60.0) -> dict[Any, float]:
     """The least seconds of each: in turn, so that noise hits all alike, after one run that warms up.
 
+    Each round begins with another program and goes through them in the other direction, so that none comes always after
+    the same one, whose threads may still be waiting for work and whose data fill the cache.
+
     Args:
       programs: by any key.
       rounds: how often each is run; quick ones several times a round.
@@ -48,10 +51,12 @@ def best_times(programs: Mapping[Any, Program], rounds: int, budget: float = 60.
     """
     best = {key: _timed(program) for key, program in programs.items()}  # warms up
     start = time.perf_counter()
+    keys = list(programs)
     for number in range(rounds):
-        for key, program in programs.items():
-            repeats = max(1, min(20, int(0.02 / best[key])))
-            best[key] = min(best[key], *(_timed(program) for _ in range(repeats)))
+        first = number * len(keys) // rounds
+        for key in (keys[first:] + keys[:first])[:: -1 if number % 2 else 1]:
+            repeats = max(1, min(20, int(0.1 / best[key])))
+            best[key] = min(best[key], *(_timed(programs[key]) for _ in range(repeats)))
         if number > 0 and time.perf_counter() - start > budget:
             break
     return best
