@@ -113,6 +113,30 @@ def test_the_past_has_no_gradient_from_the_future(form):
         np.testing.assert_array_equal(depends, np.tril(np.ones((T, T), bool)))
 
 
+@pytest.mark.parametrize("form", ONE_OF_EACH, ids=str)
+def test_overflow_leaves_the_gradients_of_the_past(form):
+    """Sums that overflow from t on, for each t, leave the gradients of what comes before what they are without: also where
+    a block reads the last tokens of the one before once more."""
+    length = 17
+    q, k, v = normal(3, (1, length, H, D), (1, length, H, D), (1, length, H, E))
+    is_past = np.arange(length) < np.arange(1, length)[:, None]  # [rows, T]
+    is_past = is_past[..., None, None]
+
+    @jax.jit
+    def gradients(v):
+        def loss(q, k, v):
+            output = linear_attention(q, k, v, is_causal=True, normalize=False, **form.options())
+            return jnp.sum(jnp.where(is_past, output, 0) ** 2)
+
+        rows = [jnp.broadcast_to(x, v.shape[:-1] + x.shape[-1:]) for x in (q, k)]
+        return [jnp.where(is_past, x, 0) for x in jax.grad(loss, argnums=(0, 1, 2))(*rows, v)]
+
+    v = np.broadcast_to(v, (length - 1, *v.shape[1:]))
+    got, want = gradients(np.where(is_past, v, np.float32(3e38))), gradients(np.where(is_past, v, 0))
+    for name, x, y in zip("qkv", got, want, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
 def test_not_causal_sees_the_future():
     """The switch does something: the same call without it changes."""
     q, k, v = _tokens()

@@ -12,7 +12,7 @@ from cases import IN_BLOCKS, ONE_OF_EACH, Case, Form, Shape, expected
 from harness import normal, results_and_gradients, state_of, x64
 from tolerance import assert_close
 
-from jax_linattn import attention_weights, causal_linear_attention, linear_attention
+from jax_linattn import attention_weights, causal_linear_attention, linear_attention, linear_attention_step
 
 C = 4
 H, D, E = 2, 3, 5
@@ -101,6 +101,11 @@ def test_no_batch():
     state, output = causal_linear_attention(*tokens)
     assert output.shape == (0, 5, H, E)
     assert state.kv.shape == (0, H, D, E)
+    state, output = linear_attention_step(state, *(x[:, 0] for x in tokens))
+    assert output.shape == (0, H, E)
+    assert state.kv.shape == (0, H, D, E)
+    _, output = causal_linear_attention(*tokens, implementation="recurrent", chunk_size=2)
+    assert output.shape == (0, 5, H, E)
 
 
 @pytest.mark.parametrize("form", [Form("recurrent", None), Form("associative", 1024), Form("chunked", None)], ids=str)

@@ -73,9 +73,11 @@ class Blocks(NamedTuple):
             start = self._start(block.index)
             tokens = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, self.length, axis=1), tokens)
         new = self._new(block.index)
-        if new is not None and tokens.key is not None:
-            key_mask = jnp.broadcast_to(new, tokens.key.shape[:2])
-            tokens = tokens._replace(key_mask=key_mask if tokens.key_mask is None else key_mask & tokens.key_mask)
+        if new is not None:
+            tokens = tokens._replace(
+                query_mask=None if tokens.query is None else _both(tokens.query_mask, new, tokens.query),
+                key_mask=None if tokens.key is None else _both(tokens.key_mask, new, tokens.key),
+            )
             if run is not None:
                 tokens = tokens._replace(key_segment=jnp.maximum(tokens.key_segment, run[:, None]))
         return jax.tree.map(self._split, tokens)
@@ -175,6 +177,12 @@ def _write_jvp(primals, tangents):
     if new is not None:
         part = jnp.where(new[:, None, None], part, 0)
     return _write(*primals), whole + lax.dynamic_update_slice_in_dim(jnp.zeros_like(whole), part, start, axis=1)
+
+
+def _both(mask: Array | None, new: Array, x: Array) -> Array:
+    """A mask [B, L] or None, and new [L], for tokens x [B, L, …]."""
+    new = jnp.broadcast_to(new, x.shape[:2])
+    return new if mask is None else mask & new
 
 
 def _length(tokens: Tokens) -> int:

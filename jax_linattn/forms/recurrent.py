@@ -1,4 +1,4 @@
-"""The recurrent form: the seed's loop, one token after another. Decoding is its step."""
+"""The recurrent form: the formula's own loop, one token after another. Decoding is its step."""
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ def causal(
     tokens: Tokens, state: LinearAttentionState, rule: Rule, chunk_size: int | None
 ) -> tuple[LinearAttentionState, Array]:
     """`lax.scan` of `step`. Blocks of tokens are checkpointed, so a gradient stores a state a block, not a token."""
+    # Chunks of one token, so that time leads in a block; `chunk_size` is here how many tokens a block has.
     blocks = Blocks.of(tokens, 1, chunk_size or _block_length(tokens.key.shape[1]))
 
     def step_in_run(carry, token):
@@ -76,11 +77,11 @@ def step(state: LinearAttentionState, token: Tokens, rule: Rule) -> tuple[Linear
     state = state._replace(kv=kv + k[..., :, None] * v[..., None, :], key_sum=key_sum + k)
     num_outputs = max(num_heads, q.shape[-2])
     rows = (batch, num_heads, num_outputs // num_heads)
-    q = repeat_heads(q, num_outputs).reshape(*rows, -1)
+    q = repeat_heads(q, num_outputs).reshape(*rows, q.shape[-1])
     log_scale = sum_scales([query_scale, None if key_scale is None else state.log_scale], num_outputs)
     log_scale = None if log_scale is None else log_scale.reshape(rows)
     numerator, denominator = rule.einsum("bnrf,bnfe->bnre", q, state.kv), rule.einsum("bnrf,bnf->bnr", q, state.key_sum)
-    output = finish(rule, numerator, denominator, log_scale).reshape(batch, num_outputs, -1)
+    output = finish(rule, numerator, denominator, log_scale).reshape(batch, num_outputs, v.shape[-1])
     return state, clean(output, token.query_mask).astype(token.value.dtype)
 
 

@@ -18,7 +18,8 @@ from jax_linattn.state import NOTHING, LinearAttentionState, mark_empty, vary_wi
 
 
 class Tokens(NamedTuple):
-    """Queries, keys and values before φ, with what hides them. Batch leads, time is axis 1; one token has no time axis.
+    """Queries, keys and values before φ, with what hides them. Batch leads, time is axis 1; one token has no time axis,
+    and of a block (`forms/blocks.py`) every array is [n, B, C, …].
     Where a pass is over queries or keys alone, the other side's fields are None.
 
     In causal forms `query_segment` is `key_segment`, a count of the runs of equal ids: 0 is the run that the carried

@@ -41,12 +41,12 @@ def compiled(function: Callable, *arguments) -> Program:
 def best_times(programs: Mapping[Any, Program], rounds: int, budget: float = 60.0) -> dict[Any, float]:
     """The least seconds of each: in turn, so that noise hits all alike, after one run that warms up.
 
-    Each round begins with another program and goes through them in the other direction, so that none comes always after
+    Each round begins further on in the list and goes through it in the other direction, so that none comes always after
     the same one, whose threads may still be waiting for work and whose data fill the cache.
 
     Args:
       programs: by any key.
-      rounds: how often each is run; quick ones several times a round.
+      rounds: how often each is run; quick ones up to 20 times a round.
       budget: seconds after which no new round is begun, of which two are always done.
     """
     best = {key: _timed(program) for key, program in programs.items()}  # warms up
@@ -54,7 +54,8 @@ def best_times(programs: Mapping[Any, Program], rounds: int, budget: float = 60.
     keys = list(programs)
     for number in range(rounds):
         first = number * len(keys) // rounds
-        for key in (keys[first:] + keys[:first])[:: -1 if number % 2 else 1]:
+        in_turn = keys[first:] + keys[:first]
+        for key in in_turn if number % 2 == 0 else reversed(in_turn):
             repeats = max(1, min(20, int(0.1 / best[key])))
             best[key] = min(best[key], *(_timed(programs[key]) for _ in range(repeats)))
         if number > 0 and time.perf_counter() - start > budget:
