@@ -51,10 +51,10 @@ def test_temporaries_of_a_gradient_are_linear(form, is_causal):
 
 
 @every_form
-@pytest.mark.parametrize("length", [8192, 8191])
-def test_a_batch_is_not_copied(form, is_causal, length):
+def test_a_batch_is_not_copied(form, is_causal):
     """Nothing is brought into another order, nor padded, as a whole: q, k and v of two sequences are read where they lie,
     and so are their gradients written."""
+    length = 8191
     tokens = [jax.ShapeDtypeStruct((2, length, 2, size), jnp.float32) for size in (D, D, E)]
     of_tokens = 2 * length * 2 * (2 * D + E) * 4
     forward = functools.partial(linear_attention, is_causal=is_causal, **form.options())
@@ -63,7 +63,7 @@ def test_a_batch_is_not_copied(form, is_causal, length):
 
 
 @every_form
-@pytest.mark.parametrize(("dtype", "length"), [("float32", 4095), ("bfloat16", 4096), ("float16", 4096)])
+@pytest.mark.parametrize(("dtype", "length"), [("float32", 4095), ("bfloat16", 4096)])
 def test_no_block_touches_the_whole_sequence(form, is_causal, dtype, length):
     """Were a block's gradient, or its tangent, added to all of the sequence, the cost would be quadratic. (16-bit tokens
     are stacked in blocks; where those overlap there is one such sum.)"""
