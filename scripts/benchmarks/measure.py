@@ -15,6 +15,7 @@ class Program(NamedTuple):
     run: Callable[..., Any]  # returns when the result is there
     compile_seconds: float = 0.0
     temporaries: int | None = None  # bytes; None = not known
+    memory: int | None = None  # bytes of arguments, results and temporaries
     prepare: Callable[[], Any] | None = None  # makes what `run` is called with and uses up; not timed
 
 
@@ -34,8 +35,11 @@ def compiled(function: Callable, *arguments) -> Program:
     executable = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
     analysis = executable.memory_analysis()
-    temporaries = None if analysis is None else analysis.temp_size_in_bytes
-    return Program(lambda: jax.block_until_ready(executable(*arguments)), seconds, temporaries)
+    temporaries = memory = None
+    if analysis is not None:
+        temporaries = analysis.temp_size_in_bytes
+        memory = temporaries + analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    return Program(lambda: jax.block_until_ready(executable(*arguments)), seconds, temporaries, memory)
 
 
 def best_times(programs: Mapping[Any, Program], rounds: int, budget: float = 60.0) -> dict[Any, float]:

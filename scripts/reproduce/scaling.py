@@ -6,8 +6,8 @@ elu+1 as this library chooses to compute it. In the paper's plot, with logarithm
 linear attention slope 1; slopes here are those of straight lines through the logarithms of the three longest lengths. There
 what does not grow with N is little: the time of a call, the memory of the block of chunks that is worked on.
 
-Memory is what the compiled program asks for beside its inputs and outputs; nothing has to be run for it, so it is there for
-every length. Time is the least of several runs in turn; softmax attention is not run from N = 2^13 on, where it
+Memory is what the compiled program asks for, its inputs and outputs included; nothing has to be run for it, so it is there
+for every length. Time is the least of several runs in turn; softmax attention is not run from N = 2^13 on, where it
 would ask for 8 GiB and more. With --quick there are few lengths and runs, and the slopes of time are held to nothing.
 """
 
@@ -41,7 +41,7 @@ Curves = Mapping[str, Mapping[int, float]]  # of each attention, by length
 
 
 def reproduce(options: report.Options, out: report.Report) -> None:
-    powers = {"softmax": (9, 10), "linear": (12, 14)} if options.quick else dict.fromkeys(ATTENTIONS, range(9, 17))
+    powers = {"softmax": (10, 11), "linear": (12, 14)} if options.quick else dict.fromkeys(ATTENTIONS, range(9, 17))
     cases = [(name, 1 << power) for name in ATTENTIONS for power in powers[name]]
     programs = {case: program(*case, seed=options.seed) for case in cases}
     # Softmax attention downwards, then linear attention upwards: nothing short comes behind something much longer, whose
@@ -49,12 +49,12 @@ def reproduce(options: report.Options, out: report.Report) -> None:
     order = sorted(cases, key=lambda case: -case[1] if case[0] == "softmax" else case[1])
     timed = {case: programs[case] for case in order if is_run(*case)}
     seconds = best_times(timed, rounds=2 if options.quick else 10, budget=120)
-    memory = by_name({case: (program.temporaries or np.nan) / 2**20 for case, program in programs.items()})
+    memory = by_name({case: (program.memory or np.nan) / 2**20 for case, program in programs.items()})
     times = by_name({case: of_case * 1e3 for case, of_case in seconds.items()})
     show(out, sorted({length for _, length in cases}), {"MiB": memory, "ms": times})
     compare(out, "memory", memory, lenient=False)
     compare(out, "time", times, lenient=options.quick)
-    out.save(figure({"memory of temporaries, MiB": memory, "time of forward and backward, ms": times}), "scaling")
+    out.save(figure({"memory, MiB": memory, "time of forward and backward, ms": times}), "scaling")
 
 
 def is_run(name: str, length: int) -> bool:
