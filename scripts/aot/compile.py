@@ -219,7 +219,7 @@ def compile_for(function: Callable, arguments: tuple, target: Target):
     return jax.jit(function).lower(*place(arguments, target)).compile()
 
 
-def problems_in(program: str, length: int, is_linear: bool, in_blocks: bool) -> list[str]:
+def problems_in(program: str, length: int, is_linear: bool = True, in_blocks: bool = False) -> list[str]:
     """What a compiled program's text shows that must not be there."""
     problems = []
     sums = re.findall(r"= [a-z]+\d+\[([\d,]+)\]\S* add\(", program)
@@ -279,7 +279,7 @@ def compile_and_add(make: Callable, target: Target, name: str, dtype: str, lengt
     except Exception as error:  # whatever the compiler raises is what is to be reported
         report.problems.append(f"{target.name}, {name}, {dtype}, T = {length}: {str(error).splitlines()[0]}")
         return None
-    problems = problems_in(compiled.as_text(), length, **{"is_linear": True, "in_blocks": False, **kind})
+    problems = problems_in(compiled.as_text(), length, **kind)
     report.add(target, name, dtype, length, time.perf_counter() - start, compiled, problems)
     return compiled
 

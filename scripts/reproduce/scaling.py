@@ -44,10 +44,7 @@ def reproduce(options: report.Options, out: report.Report) -> None:
     powers = {"softmax": (10, 11), "linear": (12, 14)} if options.quick else dict.fromkeys(ATTENTIONS, range(9, 17))
     cases = [(name, 1 << power) for name in ATTENTIONS for power in powers[name]]
     programs = {case: program(*case, seed=options.seed) for case in cases}
-    # Softmax attention downwards, then linear attention upwards: nothing short comes behind something much longer, whose
-    # memory is still being given back.
-    order = sorted(cases, key=lambda case: -case[1] if case[0] == "softmax" else case[1])
-    timed = {case: programs[case] for case in order if is_run(*case)}
+    timed = {case: program for case, program in programs.items() if is_run(*case)}
     seconds = best_times(timed, rounds=2 if options.quick else 10, budget=120)
     memory = by_name({case: (program.memory or np.nan) / 2**20 for case, program in programs.items()})
     times = by_name({case: of_case * 1e3 for case, of_case in seconds.items()})
